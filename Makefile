@@ -1,0 +1,73 @@
+# make reproduce   every pocket table and figure on two CPU cores (figures/latest)
+# make smoke       every notebook at its smallest size, a few minutes
+# make figures     redraw the tracked figures from the tracked records; installs no torch
+# make test        the fast tests    make test-all  also the slow ones
+# make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
+# make publish     copy a finished pocket run's records and figures to the tracked places
+# On another machine: `make reproduce PROFILE=h100`; options for the runner: `RUN="--ablation"`.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+PROFILE ?= pocket
+RUN ?=
+BIN := $(VENV)/bin
+LOCK := requirements.lock
+FULL := $(VENV)/.full-stamp
+BASE := $(VENV)/.base-stamp
+
+.PHONY: help reproduce smoke test test-all check lab figures publish environment
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+# A stamp holds the checksum of what was installed, so a touched but unchanged lock installs nothing.
+define install
+	@sum=$$(cat $(LOCK) pyproject.toml | sha256sum); \
+	if [ -f $(1) ] && [ "$$(cat $(1))" = "$$sum" ]; then touch $(1); exit 0; fi; \
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV); \
+	$(BIN)/python -m pip install --quiet --upgrade pip; \
+	$(BIN)/python -m pip install --quiet $(2); \
+	echo "$$sum" > $(1)
+endef
+
+$(FULL): $(LOCK) pyproject.toml
+	$(call install,$(FULL),-r $(LOCK) -e .)
+	@cp $(FULL) $(BASE)
+
+# Base only: the lock pins the versions, nothing outside the light dependencies is installed.
+$(BASE): $(LOCK) pyproject.toml
+	$(call install,$(BASE),-c $(LOCK) -e .)
+
+environment: $(FULL)
+
+reproduce: $(FULL)
+	$(BIN)/vflash run --profile $(PROFILE) $(RUN)
+	$(BIN)/vflash figures --profile $(PROFILE)
+
+smoke: $(FULL)
+	$(BIN)/vflash run --profile smoke $(RUN)
+
+test: $(FULL)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(FULL)
+	$(BIN)/python -m pytest
+
+check: $(FULL)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+lab: $(FULL)
+	$(BIN)/nbstripout --install --attributes .git/info/attributes
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+figures: $(BASE)
+	$(BIN)/vflash figures
+
+publish: $(FULL)
+	$(BIN)/vflash figures --profile pocket --publish

@@ -1,0 +1,472 @@
+"""Suites, draws, frozen lists, clip lists and the check of training against evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vflash_analysis import paths
+from vflash_analysis.clips.lists import Clip as ListedClip
+from vflash_analysis.clips.read import ClipError, FrameReader
+from vflash_analysis.clips.suites import (
+    DESCRIPTION_PROMPT,
+    Clip,
+    Suite,
+    check_disjoint,
+    describe_suite,
+    draw_clip_ids,
+    load_suite,
+    load_suites,
+    missing_clips,
+    read_clip_list,
+    read_video_list,
+    require_clips,
+    suite_clips,
+    suite_videos,
+    write_clip_list,
+    write_frozen_list,
+)
+from vflash_analysis.errors import InputError
+
+FOLDER = paths.DATA / "suites"
+SUITES = load_suites(FOLDER)
+
+
+def put(path: Path, content: str | None = None) -> Path:
+    """Make a file; its bytes differ by path, and no suite function decodes them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if content is not None else f"video {path}")
+    return path
+
+
+def put_rows(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows))
+
+
+def make_vdc(root: Path) -> None:
+    base = root / "lmms-lab" / "VideoDetailCaption"
+    rows = [
+        {"video_name": name, "question": f"What about {name}?", "answer": f"{name}."}
+        for name in ("v_b", "v_a", "v_c")
+    ]
+    put_rows(base / "data" / "test-00000-of-00001.parquet", rows)
+    put(base / "Test_Videos" / "v_a.mp4")
+    put(base / "Test_Videos" / "v_b.MP4")
+    put(base / "Test_Videos" / "v_c.mkv")
+
+
+def make_video_mme(root: Path) -> None:
+    base = root / "Video-MME"  # without the organisation, under the name both hub ids share
+    rows = [
+        {"videoID": video, "video_id": "001", "question": f"q{i}"}
+        for video in ("xyz", "abc")
+        for i in range(3)
+    ]
+    put_rows(base / "videomme" / "test-00000-of-00001.parquet", rows)
+    put(base / "data" / "xyz.mp4")
+    put(base / "data" / "abc.mp4")
+
+
+def make_mvbench(root: Path) -> None:
+    base = root / "OpenGVLab" / "MVBench"
+    put_rows(base / "json" / "action_sequence.json", [{"video": "A.mp4"}, {"video": "B.mp4"}])
+    put_rows(base / "json" / "action_prediction.json", [{"video": "B.mp4"}, {"video": "C.mp4"}])
+    put_rows(base / "json" / "state_change.json", [{"video": "D.mp4"}])  # a task not in the list
+    for name in "ABC":
+        put(base / "star" / "Charades_segment" / f"{name}.mp4")
+
+
+def make_mlvu(root: Path) -> None:
+    base = root / "MLVU" / "MVLU" / "MLVU"
+    put_rows(base / "json" / "1_plotQA.json", [{"video": "m1.mp4"}, {"video": "m1.mp4"}])
+    put_rows(base / "json" / "2_needle.json", [{"video": "m1.mp4"}, {"video": "n1.mp4"}])
+    for name in ("1_plotQA/m1.mp4", "2_needle/m1.mp4", "2_needle/n1.mp4"):
+        put(base / "video" / name)
+
+
+def make_lvb(root: Path) -> None:
+    base = root / "longvideobench" / "LongVideoBench"
+    rows = [
+        {"video_id": video, "id": f"{video}_{i}", "video_path": f"{video}.mp4"}
+        for video in ("7", "8")
+        for i in range(2)
+    ]
+    put_rows(base / "lvb_val.json", rows)
+    put(base / "videos" / "7.mp4")
+    put(base / "videos" / "8.mp4")
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "VDC": make_vdc,
+    "Video-MME": make_video_mme,
+    "MVBench": make_mvbench,
+    "MLVU": make_mlvu,
+    "LVB": make_lvb,
+}
+IDS = {
+    "VDC": ["v_a", "v_b", "v_c"],
+    "Video-MME": ["abc", "xyz"],
+    "MVBench": [f"star/Charades_segment/{name}" for name in "ABC"],
+    "MLVU": ["1_plotQA/m1", "2_needle/m1", "2_needle/n1"],
+    "LVB": ["7", "8"],
+}
+
+
+# ---------------------------------------------------------------- descriptions and adapters
+
+
+def test_the_five_suites_are_described_under_the_names_of_the_records() -> None:
+    assert sorted(SUITES) == sorted(MAKERS)
+    assert {name: suite.prompt for name, suite in SUITES.items()} == {
+        name: "question" if name == "VDC" else "description" for name in MAKERS
+    }
+    assert all(path.stem == load_suite(path).name for path in FOLDER.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_an_adapter_lists_each_video_once_with_the_suites_prompt(name: str, tmp_path: Path) -> None:
+    MAKERS[name](tmp_path)
+    clips = suite_videos(SUITES[name], tmp_path)
+    assert [clip.clip_id for clip in clips] == IDS[name]
+    assert all(Path(clip.path).is_file() and Path(clip.path).is_absolute() for clip in clips)
+    assert {clip.benchmark for clip in clips} == {name}
+    assert {clip.split for clip in clips} == {SUITES[name].split}
+    assert len({clip.path for clip in clips}) == len(clips)
+    if name == "VDC":
+        assert [clip.prompt for clip in clips] == [f"What about {i}?" for i in IDS[name]]
+        assert [clip.reference for clip in clips] == [f"{i}." for i in IDS[name]]
+    else:
+        assert {clip.prompt for clip in clips} == {DESCRIPTION_PROMPT}
+        assert {clip.reference for clip in clips} == {None}
+
+
+def test_an_unset_or_wrong_folder_is_named_with_the_places_looked_in(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        suite_videos(SUITES["Video-MME"], tmp_path)
+    for place in ("lmms-lab/Video-MME", "lmms-eval/Video-MME"):
+        assert str(tmp_path / place) in str(caught.value)
+
+
+def test_metadata_that_is_not_as_described_is_named(tmp_path: Path) -> None:
+    make_lvb(tmp_path)
+    metadata = tmp_path / "longvideobench" / "LongVideoBench" / "lvb_val.json"
+    put_rows(metadata, [{"video_id": "7"}])
+    with pytest.raises(InputError, match=r"lvb_val\.json, row 0: video_path"):
+        suite_videos(SUITES["LVB"], tmp_path)
+    metadata.write_text("{")
+    with pytest.raises(InputError, match=r"lvb_val\.json"):
+        suite_videos(SUITES["LVB"], tmp_path)
+    metadata.write_text("[]")
+    with pytest.raises(InputError, match="lists no videos"):
+        suite_videos(SUITES["LVB"], tmp_path)
+    make_vdc(tmp_path)
+    parquet_file = next((tmp_path / "lmms-lab").rglob("*.parquet"))
+    put_rows(parquet_file, [{"video_name": "v_a", "caption": "no question column"}])
+    with pytest.raises(InputError, match="question"):
+        suite_videos(SUITES["VDC"], tmp_path)
+
+
+def test_describe_suite_counts_listed_expected_and_missing(tmp_path: Path) -> None:
+    make_vdc(tmp_path)
+    (tmp_path / "lmms-lab" / "VideoDetailCaption" / "Test_Videos" / "v_b.MP4").unlink()
+    row = describe_suite(SUITES["VDC"], tmp_path)
+    assert (row["videos_listed"], row["videos_expected"], row["videos_missing"]) == (3, 499, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"adapter": "webdataset"}, "adapter"),
+        ({"prompt": "multiple_choice"}, "prompt"),
+        ({"extensions": ".mp4"}, "extensions"),
+        ({"gated": "no"}, "gated"),
+        ({"expected_clips": "many"}, "expected_clips"),
+        ({"licence": None, "colour": "red"}, "colour"),
+        ({"hub_id": ...}, "hub_id"),
+    ],
+)
+def test_a_description_with_a_wrong_key_is_refused_by_name(
+    tmp_path: Path, change: dict, named: str
+) -> None:
+    row = yaml.safe_load((FOLDER / "VDC.yaml").read_text())
+    row = {key: value for key, value in {**row, **change}.items() if value is not ...}
+    path = tmp_path / "VDC.yaml"
+    path.write_text(yaml.safe_dump(row))
+    with pytest.raises(InputError, match=named):
+        load_suite(path)
+
+
+def test_a_folder_without_descriptions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no suite"):
+        load_suites(tmp_path)
+
+
+# ---------------------------------------------------------------- draws and missing clips
+
+
+def test_a_draw_is_the_lowest_hashes_and_nothing_else() -> None:
+    ids = [f"clip{i}" for i in range(40)]
+    by_hand = sorted(ids, key=lambda i: hashlib.sha256(f"VDC/2/{i}".encode()).hexdigest())
+    assert draw_clip_ids(reversed(ids), "VDC", 2, 7) == by_hand[:7]
+    # Pinned: a change here changes the clips of every finished run.
+    assert draw_clip_ids(["a", "b", "c", "d", "e"], "VDC", 0, 3) == ["a", "b", "d"]
+
+
+@given(
+    ids=st.sets(st.text(min_size=1, max_size=8), min_size=2, max_size=30),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+def test_draws_are_distinct_ordered_and_nested(
+    ids: set[str], seed: int, data: st.DataObject
+) -> None:
+    n = data.draw(st.integers(1, len(ids)))
+    drawn = draw_clip_ids(ids, "LVB", seed, n)
+    assert len(set(drawn)) == n and set(drawn) <= ids
+    assert drawn == draw_clip_ids(sorted(ids, reverse=True) * 2, "LVB", seed, n)
+    assert draw_clip_ids(ids, "LVB", seed, len(ids))[:n] == drawn
+
+
+def test_seeds_and_suites_draw_differently() -> None:
+    ids = [str(i) for i in range(500)]
+    draws = {
+        (name, seed): tuple(draw_clip_ids(ids, name, seed, 50))
+        for name in ("VDC", "LVB")
+        for seed in range(3)
+    }
+    assert len(set(draws.values())) == 6
+
+
+@pytest.mark.parametrize("n_clips", [0, -1, 4])
+def test_a_draw_larger_than_the_suite_is_refused(n_clips: int) -> None:
+    with pytest.raises(InputError, match="1 to 3"):
+        draw_clip_ids(["a", "b", "c"], "VDC", 0, n_clips)
+
+
+def test_a_missing_clip_keeps_its_place_and_is_reported_by_name(tmp_path: Path) -> None:
+    make_vdc(tmp_path)
+    whole = suite_clips(SUITES["VDC"], tmp_path, sample_seed=1, n_clips=2)
+    require_clips(whole)  # nothing to report yet
+    gone = whole[0]
+    Path(gone.path).unlink()
+    clips = suite_clips(SUITES["VDC"], tmp_path, sample_seed=1, n_clips=2)
+    assert [clip.clip_id for clip in clips] == [clip.clip_id for clip in whole]
+    assert [clip.clip_id for clip in missing_clips(clips)] == [gone.clip_id]
+    with pytest.raises(InputError, match=f"1 of 2 clips are missing: VDC {gone.clip_id}"):
+        require_clips(clips)
+    with FrameReader(20) as reader, pytest.raises(ClipError) as caught:
+        reader.read(clips[0].path, 4)
+    assert caught.value.reason == "missing"
+
+
+# ---------------------------------------------------------------- frozen lists
+
+
+def test_a_frozen_list_replaces_the_draw_and_notices_changed_files(tmp_path: Path) -> None:
+    make_vdc(tmp_path)
+    suite = SUITES["VDC"]
+    clips = suite_videos(suite, tmp_path)
+    chosen = [clips[2], clips[0]]  # not what any seed would order
+    frozen = write_frozen_list(tmp_path / "vdc_seed0.json", 0, chosen)
+    stored = json.loads(frozen.read_text())
+    assert (
+        stored["clips"][0]["sha256"]
+        == hashlib.sha256(Path(chosen[0].path).read_bytes()).hexdigest()
+    )
+    assert suite_clips(suite, tmp_path, 0, 2, frozen) == chosen
+    assert suite_clips(suite, tmp_path, 0, 1, frozen) == chosen[:1]
+    for seed, count in ((1, 2), (0, 3)):
+        with pytest.raises(InputError, match="allowed are"):
+            suite_clips(suite, tmp_path, seed, count, frozen)
+    Path(chosen[1].path).write_text("another version")
+    with pytest.raises(InputError, match=chosen[1].path):
+        suite_clips(suite, tmp_path, 0, 2, frozen)
+    Path(chosen[1].path).unlink()  # missing is the reader's report, not a changed file
+    assert missing_clips(suite_clips(suite, tmp_path, 0, 2, frozen))[0].clip_id == chosen[1].clip_id
+    frozen.write_text(json.dumps({**stored, "clips": [{"clip_id": "v_z", "sha256": "0" * 64}]}))
+    with pytest.raises(InputError, match="v_z"):
+        suite_clips(suite, tmp_path, 0, 1, frozen)
+    frozen.write_text("[]")
+    with pytest.raises(InputError, match="not a frozen clip list"):
+        suite_clips(suite, tmp_path, 0, 1, frozen)
+
+
+def test_only_complete_lists_of_one_suite_are_frozen(tmp_path: Path) -> None:
+    make_vdc(tmp_path)
+    make_lvb(tmp_path)
+    vdc, lvb = (suite_videos(SUITES[name], tmp_path) for name in ("VDC", "LVB"))
+    with pytest.raises(InputError, match="LVB, VDC"):
+        write_frozen_list(tmp_path / "mixed.json", 0, [*vdc, *lvb])
+    with pytest.raises(InputError, match="missing"):
+        write_frozen_list(tmp_path / "gone.json", 0, [replace(vdc[0], path="/nowhere/v.mp4")])
+    assert not (tmp_path / "gone.json").exists()
+
+
+# ---------------------------------------------------------------- clip lists
+
+
+def example(tmp_path: Path) -> list[Clip]:
+    return [
+        Clip("007", "VDC", "test", str(tmp_path / "videos" / "é 7.mp4"), "Line one\u2028two?"),
+        Clip(
+            "NA",
+            "VDC",
+            "test",
+            "/elsewhere/none.mp4",
+            'A "quoted" prompt',
+            "An answer.",
+            {"n": [1, 2]},
+        ),
+        Clip("1e3", "LVB", "validation", str(tmp_path / "x.mp4"), "?", None, None),
+    ]
+
+
+def test_a_clip_list_comes_back_as_it_was(tmp_path: Path) -> None:
+    clips = example(tmp_path)
+    path = write_clip_list(tmp_path / "list.jsonl", clips)
+    assert read_clip_list(path) == clips
+    assert [p.name for p in tmp_path.iterdir()] == ["list.jsonl"]  # no temporary file
+    assert Clip is ListedClip
+
+
+def test_a_list_moves_with_its_videos(tmp_path: Path) -> None:
+    write_clip_list(
+        tmp_path / "a" / "list.jsonl", [Clip("1", "VDC", "t", str(tmp_path / "a/v/1.mp4"), "?")]
+    )
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert read_clip_list(tmp_path / "b" / "list.jsonl")[0].path == str(tmp_path / "b/v/1.mp4")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: list"),
+        ('{"clip_id": "x"}', "needed"),
+        (
+            '{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","colour":1}',
+            "colour",
+        ),
+        ('{"clip_id":7,"benchmark":"V","split":"t","path":"p","prompt":"q"}', "clip_id is 7"),
+        ('{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":""}', "prompt is ''"),
+        ('{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","facts":[]}', "facts"),
+        (
+            '{"clip_id":"007","benchmark":"VDC","split":"t","path":"p","prompt":"q"}',
+            "'007' occurs twice",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, named: str) -> None:
+    path = write_clip_list(tmp_path / "list.jsonl", example(tmp_path)[:1])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(InputError, match=named):
+        read_clip_list(path)
+
+
+def test_a_list_with_one_id_twice_is_not_written(tmp_path: Path) -> None:
+    clips = example(tmp_path)
+    with pytest.raises(InputError, match="'007' occurs twice"):
+        write_clip_list(tmp_path / "list.jsonl", [*clips, clips[0]])
+    assert not (tmp_path / "list.jsonl").exists()
+
+
+def test_any_jsonl_of_video_and_prompt_is_read(tmp_path: Path) -> None:
+    rows = [
+        {"video": "sub/one.mp4", "prompt": "Describe.", "source": "ignored"},
+        {"video": "/abs/two.mkv", "prompt": "And then?", "id": "second", "reference": "Yes."},
+    ]
+    path = put(tmp_path / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    clips = read_video_list(path, benchmark="mine", split="training")
+    assert clips == [
+        Clip("sub/one", "mine", "training", str(tmp_path / "sub/one.mp4"), "Describe."),
+        Clip("second", "mine", "training", "/abs/two.mkv", "And then?", "Yes."),
+    ]
+    assert read_video_list(path, root="/data")[0].path == "/data/sub/one.mp4"
+    put(path, '{"video": "a.mp4"}\n')
+    with pytest.raises(InputError, match=r"line 1: prompt is None"):
+        read_video_list(path)
+    put(path, '{"video": "a.mp4", "prompt": "?"}\n{"video": "a.mkv", "prompt": "?"}\n')
+    with pytest.raises(InputError, match="'a' occurs twice"):
+        read_video_list(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_video_list(tmp_path / "absent.jsonl")
+
+
+# ---------------------------------------------------------------- training against evaluation
+
+
+def listed(folder: Path, split: str, files: dict[str, str]) -> list[Clip]:
+    return [
+        Clip(clip_id, "VDC", split, str(put(folder / f"{clip_id}.mp4", content)), "?")
+        for clip_id, content in files.items()
+    ]
+
+
+def test_114_disjoint_lists_pass_and_a_shared_id_or_file_is_named(tmp_path: Path) -> None:
+    evaluation = listed(tmp_path / "eval", "test", {"e1": "one", "e2": "two", "e3": "abc"})
+    training = listed(tmp_path / "train", "training", {"t1": "uno", "t2": "three"})
+    check_disjoint(training, evaluation)  # equal sizes, different bytes
+    same_id = listed(tmp_path / "other", "training", {"e2": "something else"})
+    with pytest.raises(InputError, match="'e2' is in training"):
+        check_disjoint([*training, *same_id], evaluation)
+    same_file = listed(tmp_path / "renamed", "training", {"t9": "two"})
+    with pytest.raises(InputError, match=r"t9 .*e2 .*the same file"):
+        check_disjoint([*training, *same_file], evaluation)
+
+
+def test_114_files_that_are_not_there_are_compared_by_id_only(tmp_path: Path) -> None:
+    evaluation = listed(tmp_path / "eval", "test", {"e1": "one"})
+    absent = Clip("t1", "mine", "training", str(tmp_path / "absent.mp4"), "?")
+    check_disjoint([absent], evaluation)
+    check_disjoint(listed(tmp_path / "t", "training", {"t2": "one"}), [absent])
+    with pytest.raises(InputError, match="e1"):
+        check_disjoint([replace(absent, clip_id="e1")], evaluation)
+
+
+def test_a_suite_is_one_row_and_one_function(tmp_path: Path) -> None:
+    """The description alone moves a suite to another folder layout."""
+    suite: Suite = replace(
+        SUITES["LVB"], metadata="meta/val.json", videos="clips", prompt="description"
+    )
+    base = tmp_path / "longvideobench" / "LongVideoBench"
+    put_rows(base / "meta" / "val.json", [{"video_id": "7", "video_path": "7"}])
+    put(base / "clips" / "7.mkv")
+    assert suite_videos(suite, tmp_path)[0].path == str(base / "clips" / "7.mkv")
+
+
+def test_a_training_corpus_is_described_in_the_same_form(tmp_path: Path) -> None:
+    corpus = replace(
+        SUITES["VDC"],
+        name="corpus",
+        adapter="jsonl",
+        hub_id="someone/corpus",
+        metadata="*.jsonl",
+        videos=".",
+        extensions=("",),
+        split="training",
+    )
+    base = tmp_path / "corpus"
+    put(base / "b.jsonl", '{"video": "v/2.mp4", "prompt": "Two?"}\n')
+    put(base / "a.jsonl", '{"video": "v/1.mp4", "prompt": "One?", "reference": "Yes."}\n')
+    put(base / "v" / "1.mp4")
+    clips = suite_videos(corpus, tmp_path)
+    assert [(clip.clip_id, clip.prompt, clip.reference) for clip in clips] == [
+        ("v/1", "One?", "Yes."),
+        ("v/2", "Two?", None),
+    ]
+    assert [clip.clip_id for clip in missing_clips(clips)] == ["v/2"]
+    assert clips[0].path == str(base / "v" / "1.mp4")

@@ -1,0 +1,466 @@
+"""Loading a target from a folder: the round trip, and every refusal before or after reading."""
+
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, LlavaOnevisionConfig, Qwen2Config, SiglipVisionConfig
+
+from tests.tiny import (
+    PREPROCESSING,
+    TEMPLATE,
+    save_target,
+    tiny_config,
+    tiny_model,
+    tiny_prompt,
+    tiny_target,
+    tiny_tokenizer,
+)
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.inputs import parse_frame_preprocessing, read_chat_template
+from vflash_analysis.model.source import (
+    check_full_attention,
+    check_llava_onevision_7b,
+    check_safetensors,
+    folder_revision,
+    folder_sha256,
+    is_llava_onevision_7b,
+    text_config_sha256,
+    weight_files,
+)
+from vflash_analysis.model.target import Target, load_target
+
+# Hugging Face saves and loads this model under the names of the original checkpoint.
+STORED_HEAD = "language_model.lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A saved fp32 target, shared by tests that do not change it."""
+    target = tiny_target(0, dtype=torch.float32)
+    return target, save_target(target, tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy of the saved folder that a test may damage."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for path in saved[1].iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def edit_json(path, **changes):
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps(content))
+
+
+def test_a_saved_target_loads_with_the_same_logits_and_no_socket(saved, monkeypatch):
+    target, folder = saved
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    loaded = load_target(folder, "float32", "cpu")
+    input_ids, pixels = tiny_prompt(loaded, 1)
+    assert torch.equal(input_ids, tiny_prompt(target, 1)[0])
+    assert torch.equal(pixels, tiny_prompt(target, 1)[1])
+    logits = [
+        t.prefill(input_ids, pixels, t.new_cache(len(input_ids), 1)).logits
+        for t in (loaded, target)
+    ]
+    assert torch.equal(*logits)
+    assert loaded.stop_ids == target.stop_ids
+    assert loaded.mask_token_id == target.mask_token_id
+    assert loaded.template == TEMPLATE
+    assert loaded.template_file.endswith("chat_template.jinja")
+    assert loaded.source_sha256 == folder_sha256(folder)
+    assert loaded.revision == "local"
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+
+
+def test_dtype_is_what_was_asked_for_and_rotary_frequencies_stay_exact(saved, copy):
+    half = tiny_target(0, dtype=torch.bfloat16)
+    half.model.save_pretrained(copy)
+    for source, asked in ((copy, "float32"), (copy, "bfloat16"), (saved[1], "float64")):
+        loaded = load_target(source, asked, "cpu")
+        assert {str(p.dtype) for p in loaded.model.parameters()} == {f"torch.{asked}"}
+        expected = 1 / 10_000 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)
+        assert torch.equal(loaded.text_model.rotary_emb.inv_freq.float(), expected)
+
+
+def test_a_tied_head_follows_the_text_config(tmp_path):
+    """Top level says untied, the text config tied, no head is stored: the head must be tied."""
+    target = tiny_target(1, dtype=torch.float32, tie=True)
+    folder = save_target(target, tmp_path)
+    edit_json(folder / "config.json", tie_word_embeddings=False)
+    content = json.loads((folder / "config.json").read_text())
+    assert content["text_config"]["tie_word_embeddings"] is True
+    assert STORED_HEAD not in load_file(folder / "model.safetensors")
+    loaded = load_target(folder, "float32", "cpu")
+    assert torch.equal(loaded.lm_head.weight, loaded.embedding.weight)
+    assert torch.equal(loaded.embedding.weight, target.embedding.weight)
+
+
+def test_a_missing_head_is_refused(copy):
+    path = copy / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[STORED_HEAD]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"1 missing keys: lm_head\.weight"):
+        load_target(copy, "float32", "cpu")
+
+
+def test_renamed_prefixes_are_listed(copy):
+    path = copy / "model.safetensors"
+    tensors = {
+        name.replace("layers.0.", "blocks.0."): tensor for name, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"missing keys: .*layers\.0.* unexpected keys: .*blocks"):
+        load_target(copy, "float32", "cpu")
+
+
+def test_another_shape_is_refused(copy):
+    edit = json.loads((copy / "config.json").read_text())
+    edit["text_config"]["intermediate_size"] = 48
+    (copy / "config.json").write_text(json.dumps(edit))
+    with pytest.raises((InputError, RuntimeError), match="mismatch"):
+        load_target(copy, "float32", "cpu")
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "longer", "header", "text"])
+def test_damaged_weights_are_named_with_both_sizes(copy, damage):
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(
+        {
+            "half": whole[: len(whole) // 2],
+            "empty": b"",
+            "longer": whole + b"\0\0",
+            "header": whole[:100],
+            "text": (20).to_bytes(8, "little") + b"this is not a header",
+        }[damage]
+    )
+    with pytest.raises(InputError) as error:
+        load_target(copy, "float32", "cpu")
+    message = str(error.value)
+    assert str(path) in message
+    assert "\n" not in message
+    if damage in ("half", "longer"):
+        assert f"{path.stat().st_size} bytes, {len(whole)} expected" in message
+
+
+def test_a_header_that_claims_too_much_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + b"xx")
+    with pytest.raises(InputError, match="not a safetensors file"):
+        check_safetensors(path)
+    with pytest.raises(InputError, match="file not found"):
+        check_safetensors(tmp_path / "absent.safetensors")
+
+
+def test_sharded_weights_are_all_checked(copy):
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:10], "b.safetensors": names[10:]}
+    for file, part in shards.items():
+        save_file({n: tensors[n] for n in part}, copy / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, part in shards.items() for name in part}
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    files = weight_files(copy)
+    assert [file.path.name for file in files] == list(shards)
+    assert sum(file.tensors for file in files) == len(tensors)
+    assert sum(f.parameters for f in files) == sum(t.numel() for t in tensors.values())
+    load_target(copy, "float32", "cpu")
+    (copy / "b.safetensors").unlink()
+    with pytest.raises(InputError, match=r"b\.safetensors: file not found"):
+        load_target(copy, "float32", "cpu")
+    index.write_text("{}")
+    with pytest.raises(InputError, match="weight_map"):
+        weight_files(copy)
+
+
+def test_other_weight_formats_are_named(copy):
+    (copy / "model.safetensors").rename(copy / "model-q4.gguf")
+    with pytest.raises(InputError, match=r"found model-q4\.gguf, allowed: model\.safetensors"):
+        load_target(copy, "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such/folder", "float32", "cpu"), "not a local folder"),
+        (("llava-hf/llava-onevision-qwen2-7b-ov-hf", "bfloat16", "cpu"), "nothing is downloaded"),
+        (("SAVED", "int8", "cpu"), "dtype: found 'int8'"),
+        (("SAVED", torch.int8, "cpu"), "dtype"),
+        (("SAVED", "float32", "cpu", "flash"), "attention: found 'flash'"),
+    ],
+)
+def test_wrong_arguments(saved, arguments, message):
+    source = saved[1] if arguments[0] == "SAVED" else arguments[0]
+    with pytest.raises(InputError, match=message):
+        load_target(source, *arguments[1:])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_refused_where_there_is_none(saved):
+    with pytest.raises(InputError, match="no CUDA device"):
+        load_target(saved[1], "float32", "cuda")
+
+
+def test_a_folder_without_config_or_preprocessor(copy):
+    (copy / "video_preprocessor_config.json").unlink()
+    with pytest.raises(InputError, match="no video_preprocessor_config"):
+        load_target(copy, "float32", "cpu")
+    (copy / "config.json").unlink()
+    with pytest.raises(InputError, match=r"no config\.json"):
+        load_target(copy, "float32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["novel_attention"]}, "novel_attention"),
+        ({"layer_types": None, "use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": None, "mamba_d_state": 16}, "mamba_d_state"),
+        ({"num_key_value_heads": None}, "num_key_value_heads"),
+    ],
+)
+def test_stacks_that_cannot_be_rolled_back_are_refused_by_name(changes, named):
+    config = SimpleNamespace(
+        model_type="novel", layer_types=["full_attention"], num_key_value_heads=2
+    )
+    check_full_attention(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(InputError, match=named):
+        check_full_attention(config)
+
+
+def test_a_sliding_window_checkpoint_is_refused(copy):
+    content = json.loads((copy / "config.json").read_text())
+    content["text_config"].update(
+        layer_types=["full_attention"] * 3 + ["sliding_attention"], use_sliding_window=True
+    )
+    (copy / "config.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="sliding_attention cannot be rolled back"):
+        load_target(copy, "float32", "cpu")
+
+
+def test_a_model_without_a_video_side_here_is_refused(copy):
+    text = Qwen2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    text.save_pretrained(copy)
+    with pytest.raises(InputError, match="model type 'qwen2' has no video side"):
+        load_target(copy, "float32", "cpu")
+
+
+def test_frames_must_fit_the_vision_tower(copy):
+    edit_json(copy / "video_preprocessor_config.json", size={"height": 24, "width": 24})
+    with pytest.raises(InputError, match="24 x 24, allowed: the vision tower's 20 x 20"):
+        load_target(copy, "float32", "cpu")
+
+
+GOOD = {
+    "size": {"height": 20, "width": 20},
+    "resample": 3,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+
+def test_frame_settings_are_read():
+    settings = parse_frame_preprocessing(GOOD, "memory")
+    assert settings == PREPROCESSING
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"size": {"shortest_edge": 20}}, "size"),
+        ({"resample": 0}, "resample"),
+        ({"image_mean": None}, "image_mean"),
+        ({"image_std": [0.5]}, "image_std"),
+        ({"do_center_crop": True}, "do_center_crop"),
+        ({"do_normalize": False}, "do_normalize"),
+    ],
+)
+def test_frame_settings_that_are_not_implemented_are_refused(change, named):
+    with pytest.raises(InputError, match=f"file.json: {named}: found"):
+        parse_frame_preprocessing({**GOOD, **change}, "file.json")
+
+
+def test_nested_processor_settings_come_first(copy):
+    nested = {**GOOD, "image_mean": [0.1, 0.2, 0.3]}
+    (copy / "processor_config.json").write_text(json.dumps({"video_processor": nested}))
+    assert load_target(copy, "float32", "cpu").preprocessing.mean == (0.1, 0.2, 0.3)
+
+
+def test_the_older_preprocessor_name_is_read(copy):
+    path = copy / "video_preprocessor_config.json"
+    path.rename(copy / "preprocessor_config.json")
+    loaded = load_target(copy, "float32", "cpu")
+    assert loaded.preprocessing.file.endswith("/preprocessor_config.json")
+
+
+def test_the_processors_template_wins_over_the_tokenizers(copy):
+    """The tokenizer's own template often knows no video."""
+    (copy / "chat_template.jinja").unlink()
+    edit_json(copy / "tokenizer_config.json", chat_template="{{ messages[0]['role'] }}")
+    (copy / "chat_template.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    loaded = load_target(copy, "float32", "cpu")
+    assert loaded.template == TEMPLATE
+    assert loaded.template_file.endswith("chat_template.json")
+    (copy / "chat_template.json").unlink()
+    assert read_chat_template(copy) is None
+    alone = load_target(copy, "float32", "cpu")
+    assert alone.template_file == "tokenizer"
+    with pytest.raises(InputError, match=r"tokenizer: the chat template .* 0 video"):
+        alone.build_prompt("what happens", 2)
+
+
+def test_no_template_at_all_is_refused(copy):
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(InputError, match="no chat template"):
+        load_target(copy, "float32", "cpu")
+
+
+def test_identity_follows_content_and_large_files_are_sampled(copy, monkeypatch):
+    whole = folder_sha256(copy)
+    (copy / "README.md").write_text("notes")
+    assert folder_sha256(copy) == whole
+    monkeypatch.setattr("vflash_analysis.model.source._HASHED_WHOLE", 10)
+    monkeypatch.setattr("vflash_analysis.model.source._SAMPLE_BYTES", 64)
+    sampled = folder_sha256(copy)
+    path = copy / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert folder_sha256(copy) != sampled
+    monkeypatch.undo()
+    assert folder_sha256(copy) != whole
+
+
+def test_revision_of_a_hub_cache_folder(tmp_path):
+    snapshot = tmp_path / "models--x" / "snapshots" / "0d5068"
+    snapshot.mkdir(parents=True)
+    assert folder_revision(snapshot) == "0d5068"
+    assert folder_revision(tmp_path) == "local"
+
+
+def seven_b_config(**text_changes):
+    text = {
+        "vocab_size": 152000,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    }
+    vision = SiglipVisionConfig(
+        hidden_size=1152, image_size=384, patch_size=14, num_hidden_layers=26
+    )
+    return LlavaOnevisionConfig(
+        text_config=Qwen2Config(**{**text, **text_changes}).to_dict(),
+        vision_config=vision.to_dict(),
+    )
+
+
+HALF = (0.5, 0.5, 0.5)
+
+
+def test_the_facts_of_the_papers_target():
+    config = seven_b_config()
+    assert is_llava_onevision_7b(config)
+    assert not is_llava_onevision_7b(tiny_config())
+    check_llava_onevision_7b(config, HALF, HALF)
+
+
+def test_older_spelling_of_the_rotary_base(tmp_path):
+    content = seven_b_config().to_dict()
+    content["text_config"].pop("rope_parameters")
+    content["text_config"]["rope_theta"] = 1e6
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    check_llava_onevision_7b(AutoConfig.from_pretrained(tmp_path), HALF, HALF)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 27}, r"num_hidden_layers 27 \(expected 28\)"),
+        ({"num_key_value_heads": 28}, "num_key_value_heads 28"),
+        ({"intermediate_size": 18000}, "intermediate_size"),
+        ({"max_position_embeddings": 4096}, "max_position_embeddings"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta 10000.0"),
+    ],
+)
+def test_a_fact_that_differs_is_named(changes, named):
+    with pytest.raises(InputError, match=named):
+        check_llava_onevision_7b(seven_b_config(**changes), HALF, HALF)
+
+
+def test_frame_facts_that_differ_are_named():
+    config = seven_b_config()
+    config.vision_config.image_size = 336
+    with pytest.raises(InputError, match=r"tokens per frame 144 .* image_mean \(0.4, 0.5, 0.5\)"):
+        check_llava_onevision_7b(config, (0.4, 0.5, 0.5), HALF)
+
+
+def test_a_7b_folder_is_checked_before_its_weights_are_read(copy):
+    seven_b_config(num_hidden_layers=2).save_pretrained(copy)
+    with pytest.raises(InputError, match="num_hidden_layers 2"):
+        load_target(copy, "bfloat16", "cpu")
+
+
+def test_the_text_config_hash_covers_what_a_drafter_relies_on():
+    base = text_config_sha256(tiny_config().text_config)
+    assert base == text_config_sha256(tiny_config().text_config)
+    other = tiny_config()
+    other.text_config.rope_parameters["rope_theta"] = 5.0
+    assert text_config_sha256(other.text_config) != base
+    assert text_config_sha256(tiny_config(num_layers=5).text_config) != base
+
+
+@pytest.mark.slow
+def test_compiled_layers_give_the_same_text(saved):
+    plain, compiled = (load_target(saved[1], "float32", "cpu", compile=c) for c in (False, True))
+    input_ids, pixels = tiny_prompt(plain, 3)
+    texts = []
+    for target in (plain, compiled):
+        cache = target.new_cache(len(input_ids), 12)
+        token = target.prefill(input_ids, pixels, cache).logits.argmax()[None]
+        text = [int(token)]
+        for _ in range(11):
+            token = target.forward(token, None, cache).logits.argmax(-1)
+            text.append(int(token))
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+def test_a_target_in_memory_needs_a_template_and_a_stop_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    model = tiny_model(0, tiny_config(), torch.float32)
+    with pytest.raises(InputError, match="no chat template"):
+        Target(model, tokenizer, PREPROCESSING)
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    for config in (model.generation_config, model.config, model.config.text_config):
+        config.eos_token_id = None
+    with pytest.raises(InputError, match="no stop token"):
+        Target(model, tokenizer, PREPROCESSING)

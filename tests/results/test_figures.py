@@ -1,0 +1,352 @@
+"""Figures, tested on what they drew: slots, colours, order, labels, bytes."""
+
+import hashlib
+import warnings
+
+import matplotlib
+import matplotlib.colors
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import seaborn as sns
+from matplotlib.patches import Rectangle
+
+from tests.results.synthetic import training_rows
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import TRAINING, typed_frame
+from vflash_analysis.results.curves import acceptance_frame, training_frame
+from vflash_analysis.results.figures import acceptance_figure, speedup_figure
+from vflash_analysis.results.objectives import objectives_table
+from vflash_analysis.results.sources import records_from_frames
+from vflash_analysis.results.style import (
+    MARKERS,
+    PALETTE,
+    STYLE,
+    colour,
+    error_bar,
+    finish,
+    new_figure,
+    save_figure,
+    spread,
+    styled,
+)
+from vflash_analysis.results.tables import speedup_table
+from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, read_tidy_csv
+from vflash_analysis.results.training_figures import objectives_figure, training_figure
+
+GROUPS = ["VDC", "Video-MME", "MVBench", "MLVU", "LVB", "macro average"]
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture(scope="module")
+def speed(records, boot):
+    return speedup_table(records, boot).frame
+
+
+@pytest.fixture(scope="module")
+def slots(records, boot):
+    return acceptance_frame(records, boot)
+
+
+@pytest.fixture(scope="module")
+def steps(records):
+    return training_frame(records)
+
+
+@pytest.fixture(scope="module")
+def arms(records, boot):
+    return objectives_table(records, boot).frame
+
+
+def bars(axis) -> list[Rectangle]:
+    return [p for p in axis.patches if isinstance(p, Rectangle) and p.get_width() < 0.2]
+
+
+def texts(figure) -> list[str]:
+    found = [text.get_text() for axis in figure.axes for text in axis.texts]
+    return found + [text.get_text() for text in figure.texts]
+
+
+def tick_names(axis) -> list[str]:
+    return [label.get_text().split("\n")[0] for label in axis.get_xticklabels()]
+
+
+def line_colours(axis) -> set[str]:
+    return {
+        matplotlib.colors.to_hex(line.get_color()).upper()
+        for line in axis.lines
+        if len(line.get_xdata()) > 1
+    }
+
+
+# ---- F1 ---------------------------------------------------------------------------------------
+def test_f1_draws_every_value_of_its_frame(speed):
+    figure, drawn = speedup_figure(speed)
+    axis = figure.axes[0]
+    shown = drawn.loc[(drawn["quantity"] == "decode_speedup") & drawn["value"].notna()]
+    heights = sorted(bar.get_height() for bar in bars(axis))
+    assert heights == pytest.approx(sorted(shown["value"]))
+    assert set(drawn["objective"]) == {"", "self_reveal"}
+
+
+def test_case_129_a_method_without_data_keeps_its_labelled_slot(speed):
+    one_missing = speed.loc[(speed["method"] != "tree60") | (speed["source"] == "vflash_fm_page")]
+    figure, _ = speedup_figure(one_missing)
+    assert tick_names(figure.axes[0]) == GROUPS
+    assert texts(figure).count("no data") == 6
+    assert texts(figure).count("not reported") == 6  # five suites of the paper's chain, one SPARROW
+    all_nan = speed.assign(value=speed["value"].where(speed["method"] != "chain"))
+    figure, _ = speedup_figure(all_nan)
+    assert texts(figure).count("no data") == 6
+
+
+def test_case_131_row_order_does_not_change_the_figure(speed):
+    places = []
+    for frame in (speed, speed.iloc[::-1]):
+        axis = speedup_figure(frame)[0].axes[0]
+        places.append(sorted((round(b.get_x(), 6), b.get_height()) for b in bars(axis)))
+        assert tick_names(axis) == GROUPS
+    assert places[0] == places[1]
+
+
+def test_case_133_an_infinite_speedup_is_refused(speed):
+    frame = speed.copy()
+    frame.loc[frame.index[0], "value"] = np.inf
+    with pytest.raises(InputError, match="is infinite"):
+        speedup_figure(frame)
+
+
+def test_case_135_nullable_numbers_are_drawn(speed):
+    frame = speed.assign(value=speed["value"].astype("Float64"), low=speed["low"].astype("Float64"))
+    assert len(bars(speedup_figure(frame)[0].axes[0])) == len(
+        bars(speedup_figure(speed)[0].axes[0])
+    )
+
+
+def test_case_125_a_bar_without_interval_has_no_error_bar(speed):
+    figure, _ = speedup_figure(speed.assign(low=np.nan, high=np.nan))
+    assert not figure.axes[0].containers or all(
+        type(c).__name__ != "ErrorbarContainer" for c in figure.axes[0].containers
+    )
+
+
+def test_published_bars_are_hatched_and_ours_are_not(speed):
+    ours = speed.loc[(speed["source"] != "vflash_fm_page") & (speed["objective"] == "self_reveal")]
+    ours = ours.loc[(ours["quantity"] == "decode_speedup")]
+    solid = [bar for bar in bars(speedup_figure(speed)[0].axes[0]) if not bar.get_hatch()]
+    assert sorted(b.get_height() for b in solid) == pytest.approx(sorted(ours["value"]))
+    same = speed.assign(status=speed["status"].replace("not comparable", "comparable"))
+    assert not any(bar.get_hatch() for bar in bars(speedup_figure(same)[0].axes[0]))
+
+
+def test_case_123_each_device_has_its_panel_and_the_caption_names_them(speed):
+    other = speed.loc[speed["source"] != "vflash_fm_page"].assign(device="NVIDIA H200, bfloat16")
+    figure, _ = speedup_figure(pd.concat([speed, other]))
+    assert len(figure.axes) == 2
+    caption = figure.texts[-1].get_text().replace("\n", " ")
+    assert "2 CPU cores, float32 and NVIDIA H200, bfloat16" in caption
+    assert "n = 2 clips per suite" in caption
+    assert "95 % bootstrap over videos" in caption
+
+
+# ---- F4 ---------------------------------------------------------------------------------------
+def test_f4_lines_are_the_frames_values(slots):
+    figure, drawn = acceptance_figure(slots)
+    assert len(figure.axes) == 4
+    own = drawn.loc[
+        (drawn["method"] == "")
+        & (drawn["quantity"] == "survival")
+        & (drawn["objective"] == "self_reveal")
+    ]
+    line = next(line for line in figure.axes[1].lines if line.get_color() == PALETTE["self_reveal"])
+    sure = own["low"].notna()
+    assert line.get_ydata().tolist() == own.loc[sure, "value"].tolist()
+    assert line.get_xdata().tolist() == own.loc[sure, "setting"].astype(int).tolist()
+
+
+def test_case_130_colours_do_not_move_when_an_arm_is_absent(slots):
+    without = slots.loc[(slots["objective"] != "mask_only") | (slots["method"] == "chain")]
+    figure, _ = acceptance_figure(without)
+    assert PALETTE["mask_only"] not in line_colours(figure.axes[0])
+    for axis in figure.axes[:4]:
+        assert PALETTE["self_reveal"] in line_colours(axis)
+    assert PALETTE["mask_only"] in line_colours(figure.axes[2])
+
+
+def test_case_139_equal_values_are_drawn(slots):
+    flat = slots.assign(value=0.5, low=0.5, high=0.5, status="measured")
+    figure, _ = acceptance_figure(flat)
+    for axis in figure.axes:
+        assert any(len(line.get_xdata()) == 15 for line in axis.lines)
+
+
+def test_an_empty_frame_says_no_data(slots, steps, arms):
+    for draw, frame in (
+        (acceptance_figure, slots),
+        (training_figure, steps),
+        (objectives_figure, arms),
+    ):
+        figure, drawn = draw(frame.iloc[:0])
+        assert "no data" in texts(figure)
+        assert drawn.empty
+
+
+# ---- F5 ---------------------------------------------------------------------------------------
+def test_f5_has_a_line_per_arm_and_panel(steps):
+    figure, _ = training_figure(steps)
+    assert [axis.get_title(loc="left") for axis in figure.axes] == [
+        "loss from all masks (nats)",
+        *(f"accuracy at slot {slot}" for slot in (1, 2, 4, 8, 15)),
+    ]
+    for axis in figure.axes:
+        assert line_colours(axis) == {PALETTE[arm] for arm in ARM_ORDER}
+
+
+def test_f5_keeps_absent_arms_in_the_legend(steps):
+    one = steps.loc[steps["objective"] == "mask_only"]
+    figure, _ = training_figure(one, arms=("mask_only", "self_reveal"))
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["mask-only", "self reveal (flow): no data"]
+
+
+def test_a_single_logged_step_is_a_visible_mark():
+    rows = training_rows(("mask_only",), (1,), (100,), (100,))
+    rows = rows.loc[rows["step"] == 100]
+    records = records_from_frames({"training": typed_frame(rows, TRAINING)}, "synthetic")
+    figure, _ = training_figure(training_frame(records))
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["o"]
+
+
+# ---- T3's figure ------------------------------------------------------------------------------
+def test_the_objectives_figure_has_a_panel_per_data_size(arms):
+    larger = arms.loc[arms["setting"].str.startswith("clips=100")]
+    larger = larger.assign(setting=larger["setting"].str.replace("clips=100", "clips=400"))
+    figure, drawn = objectives_figure(pd.concat([arms, larger]))
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert titles[:2] == ["100 training clips", "400 training clips"]
+    assert len(figure.axes) == 4
+    assert set(drawn["quantity"]) == {
+        "forward_equivalents",
+        "anchor_accepted_length",
+        "accepted_length",
+    }
+    assert not drawn["setting"].str.contains("seed|minus").any()
+
+
+def test_a_plateau_is_drawn_only_where_the_last_doubling_gained_nothing(arms):
+    def dotted(frame) -> int:
+        figure, _ = objectives_figure(frame)
+        return sum(line.is_dashed() for axis in figure.axes for line in axis.lines)
+
+    lengths = arms["quantity"].str.endswith("accepted_length")
+    level = arms.assign(value=arms["value"].mask(lengths, 4.0))
+    assert dotted(level) == 2 * len(ARM_ORDER)
+    rising = arms["setting"].str.startswith("clips=100;steps=200")
+    assert dotted(level.assign(value=level["value"].mask(lengths & rising, 5.0))) == 0
+
+
+def test_an_absent_arm_is_named_in_the_caption(arms):
+    figure, _ = objectives_figure(arms.loc[arms["objective"] != "wrong_reveal"])
+    assert "No data: wrong reveal." in figure.texts[-1].get_text().replace("\n", " ")
+
+
+def test_error_bars_are_never_negative():
+    value, low, high = (
+        np.array([1.0, 2.0, 3.0]),
+        np.array([0.5, np.nan, 3.5]),
+        np.array([2.0, 1, 4]),
+    )
+    assert error_bar(value, low, high).tolist() == [[0.5, 0, 0], [1, 0, 1]]
+
+
+def test_end_labels_are_kept_apart():
+    moved = spread([1.0, 1.01, 1.02, 5.0], 0.5)
+    assert moved == sorted(moved)
+    assert min(np.diff(moved)) >= 0.5 - 1e-6
+    assert spread([3.0, 1.0], 0.5) == [3.0, 1.0]
+
+
+# ---- style and files --------------------------------------------------------------------------
+def test_every_method_and_arm_has_a_colour_of_its_own():
+    assert set(METHOD_ORDER) | set(ARM_ORDER) <= set(PALETTE)
+    assert len({PALETTE[arm] for arm in ARM_ORDER}) == len(ARM_ORDER)
+    assert len({MARKERS[arm] for arm in ARM_ORDER}) == len(ARM_ORDER)
+    assert len({PALETTE[method] for method in METHOD_ORDER}) == len(METHOD_ORDER)
+    with pytest.raises(InputError, match="no colour for 'mystery'"):
+        colour("mystery")
+
+
+def test_the_font_is_the_bundled_one():
+    found = matplotlib.font_manager.findfont(STYLE["font.family"], fallback_to_default=False)
+    assert found.startswith(matplotlib.get_data_path())
+
+
+@styled
+def small_figure():
+    figure, axes = new_figure(3, 2)
+    axes[0, 0].plot([1, 2], [3, 4])
+    finish(figure, "Title", "A caption that names hardware, n and the interval.")
+    return figure
+
+
+def test_case_138_equal_data_give_equal_bytes(steps, tmp_path):
+    digests = []
+    for place in ("a", "b"):
+        figure, drawn = training_figure(steps)
+        paths = save_figure(tmp_path / place, "F5_training", figure, drawn)
+        assert [path.suffix for path in paths] == [".svg", ".pdf", ".png", ".csv"]
+        digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in paths])
+    assert digests[0] == digests[1]
+    pd.testing.assert_frame_equal(
+        read_tidy_csv(tmp_path / "a" / "F5_training.csv"), steps, check_dtype=True
+    )
+    for name in ("F5_training.svg", "F5_training.pdf", "F5_training.png"):
+        text = (tmp_path / "a" / name).read_bytes()
+        assert b"CreationDate" not in text and b"<dc:date>" not in text
+        assert matplotlib.__version__.encode() not in text
+
+
+def test_bytes_do_not_depend_on_the_callers_style(tmp_path, steps):
+    frame = steps.iloc[:0]
+    plain = save_figure(tmp_path / "a", "x", small_figure(), frame)
+    with matplotlib.rc_context({"font.size": 20, "axes.facecolor": "red", "svg.hashsalt": "other"}):
+        other = save_figure(tmp_path / "b", "x", small_figure(), frame)
+    for one, two in zip(plain, other, strict=True):
+        assert one.read_bytes() == two.read_bytes()
+
+
+def test_case_137_figures_are_closed_after_saving(tmp_path, steps):
+    frame = steps.iloc[:0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(25):
+            figure = small_figure()
+            figure.savefig = lambda path, **options: path.write_bytes(b"drawn")
+            save_figure(tmp_path, f"x{number}", figure, frame)
+    assert plt.get_fignums() == []
+
+
+def test_a_figure_that_cannot_be_saved_is_closed_and_leaves_no_file(tmp_path, steps):
+    figure = small_figure()
+
+    def fail(path, **options):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    figure.savefig = fail
+    with pytest.raises(OSError, match="disk full"):
+        save_figure(tmp_path, "x", figure, steps.iloc[:0])
+    assert plt.get_fignums() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_case_134_a_heatmap_writes_every_number():
+    # guards the versions in pyproject: an old seaborn with this matplotlib labels one row only
+    axis = sns.heatmap(np.arange(12.0).reshape(3, 4), annot=True, cbar=False)
+    assert len(axis.texts) == 12

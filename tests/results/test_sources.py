@@ -1,0 +1,153 @@
+"""Where records come from: tracked or a run's, complete runs only, nothing twice."""
+
+import pandas as pd
+import pytest
+
+from tests.results.synthetic import (
+    DEVICE,
+    anchor_rows,
+    decode_rows,
+    drafter_columns,
+    generation_row,
+    records_of,
+)
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import ANCHORS, GENERATIONS, typed_frame, write_done, write_records
+from vflash_analysis.results import sources
+from vflash_analysis.results.sources import (
+    arm_names,
+    count_clips,
+    decode_groups,
+    drafter_facts,
+    final_drafters,
+    load_records,
+    method_rows,
+    records_from_frames,
+)
+
+SETTINGS = {"arms": ("self_reveal",), "seeds": (1,), "budgets": (100,), "sizes": (100,)}
+
+
+def test_without_a_run_the_tracked_records_are_stored(place, monkeypatch):
+    monkeypatch.setattr(sources, "TRACKED_RECORDS", place)
+    assert load_records().status == "stored"
+    assert load_records(place).status == "stored"
+
+
+def test_a_runs_records_are_measured(place, records):
+    assert records.status == "measured"
+    assert records.source == str(place)
+
+
+def test_finished_runs_below_a_folder_are_collected(tmp_path):
+    for run in ("a", "b"):
+        rows = [generation_row("ar", f"{run}1", new_tokens=3, verify_calls=2, decode_s=0.1)]
+        folder = tmp_path / "decode" / run
+        write_records(folder / "generations.parquet", rows, GENERATIONS)
+        if run == "a":
+            write_done(folder, {})
+    found = load_records(tmp_path)
+    assert found.generations["clip_id"].tolist() == ["a1"]
+    assert found.cycles.empty
+    write_done(tmp_path / "decode" / "b", {})
+    assert len(load_records(tmp_path).generations) == 2
+    assert len(load_records([tmp_path / "decode" / "a"]).generations) == 1
+
+
+def test_a_run_that_changed_after_it_was_done_is_refused(tmp_path):
+    rows = [generation_row("ar", "a")]
+    write_records(tmp_path / "r" / "generations.parquet", rows, GENERATIONS)
+    write_done(tmp_path / "r", {})
+    rows = [generation_row("ar", "another clip")]
+    write_records(tmp_path / "r" / "generations.parquet", rows, GENERATIONS)
+    with pytest.raises(InputError, match="run the stage again"):
+        load_records(tmp_path)
+
+
+def test_folders_without_records_are_refused(tmp_path):
+    with pytest.raises(InputError, match="no record files"):
+        load_records(tmp_path)
+    with pytest.raises(InputError, match="no such records folder"):
+        load_records(tmp_path / "absent")
+    with pytest.raises(InputError, match=r"unknown tables \['anchor'\]"):
+        records_from_frames({"anchor": pd.DataFrame()}, "x")
+
+
+def test_a_decode_in_two_runs_is_refused_and_ar_may_repeat():
+    chain = generation_row("chain", "a", drafter_sha256="d")
+    ar = generation_row("ar", "a")
+    again = [row | {"run_id": "r2"} for row in (chain, ar)]
+    with pytest.raises(InputError, match=r"chain on clip a is in several runs \['r1', 'r2'\]"):
+        records_of(pd.DataFrame([chain, ar, *again]))
+    assert len(records_of(pd.DataFrame([chain, ar, again[1]])).generations) == 3
+
+
+def facts_frame(*rows) -> pd.DataFrame:
+    return pd.DataFrame(rows, columns=["objective", "revealed_weight", "anchors_per_clip"])
+
+
+def test_arms_are_named_by_what_sets_them_apart():
+    facts = facts_frame(
+        ("self_reveal", 1.0, 12),
+        ("self_reveal", 0.0, 12),
+        ("mask_only", 1.0, 12),
+        ("mask_only", 1.0, 24),
+        ("wrong_reveal", 1.0, 12),
+    )
+    assert arm_names(facts) == [
+        "self_reveal",
+        "self_reveal_rev0",
+        "mask_only",
+        "mask_only_2x",
+        "wrong_reveal",
+    ]
+    assert arm_names(facts_frame(("mask_only", 1.0, 24))) == ["mask_only"]
+
+
+def test_the_final_drafters_are_of_the_largest_data_and_budget(records):
+    facts = drafter_facts(records)
+    final = final_drafters(facts)
+    assert set(final["steps"]) == {200}
+    assert len(final) == 12
+    only = {"self_reveal-1-100-100"}
+    assert set(final_drafters(facts, only)["drafter_sha256"]) == only
+
+
+def test_facts_that_contradict_are_refused():
+    rows = anchor_rows(n_clips=1, n_anchors=2, **SETTINGS)
+    other = rows.copy()
+    other["steps"] = 101
+    both = typed_frame(pd.concat([rows, other]), ANCHORS)
+    with pytest.raises(InputError, match="tell different facts"):
+        drafter_facts(records_from_frames({"anchors": both}, "x"))
+
+
+def test_case_123_two_devices_are_two_groups():
+    here, here_cycles = decode_rows(n_clips=1, **SETTINGS)
+    there, there_cycles = decode_rows(n_clips=1, device="NVIDIA H200", **SETTINGS)
+    there["run_id"] = there_cycles["run_id"] = "r2"
+    both = records_of(pd.concat([here, there]), pd.concat([here_cycles, there_cycles]))
+    groups = {group.device: group for group in decode_groups(both)}
+    assert list(groups) == [DEVICE, "NVIDIA H200"]
+    assert all(len(group.rows) == len(here) for group in groups.values())
+    assert sum(len(g.cycles) for g in groups.values()) == 2 * len(here_cycles)
+
+
+def test_planned_counts_failed_clips():
+    rows = [
+        generation_row("ar", "a", new_tokens=3, verify_calls=2, decode_s=0.1),
+        generation_row("ar", "b", status="failed", reason="damaged"),
+        generation_row("ar", "w", warmup=True, repeat=-1),
+    ]
+    (group,) = decode_groups(records_of(pd.DataFrame(rows)))
+    assert group.planned == {"VDC": 2}
+    assert count_clips(group.rows) == 1
+
+
+def test_a_method_is_read_at_its_default_setting_and_final_drafters(records):
+    (group,) = decode_groups(records)
+    rows = method_rows(group, records, "chain", "mask_only")
+    assert set(rows["drafter_sha256"]) == {
+        drafter_columns("mask_only", seed, 200, 100)["drafter_sha256"] for seed in (1, 2)
+    }
+    assert len(method_rows(group, records, "chain")) > len(rows)

@@ -1,0 +1,236 @@
+"""The command line: one JSON line last, one clear line for bad input, exit codes that mean something."""
+
+import io
+import json
+
+import pandas as pd
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.results.synthetic import write_synthetic
+from vflash_analysis import cli, demo, paths, publish, records, runner, stages
+from vflash_analysis.errors import InputError
+from vflash_analysis.results.sources import load_records
+from vflash_analysis.runner import Outcome
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def call(*words):
+    """(exit code, output); an InputError stays an exception."""
+    result = CliRunner().invoke(cli.app, list(words), catch_exceptions=True)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def last_json(output):
+    return json.loads(output.strip().splitlines()[-1])
+
+
+def finish(shard):
+    shard.folder.mkdir(parents=True, exist_ok=True)
+    for name in shard.outputs:
+        (shard.folder / name).parent.mkdir(exist_ok=True)
+        (shard.folder / name).write_text("x\n")
+    done = [name for name in shard.outputs if not name.endswith(".parquet")]
+    if len(done) < len(shard.outputs):  # stand-ins are no Parquet files; declare them as they are
+        described = {n: {"bytes": 2, "rows": None, "sha256": "x"} for n in shard.outputs}
+        records.write_json_atomic(shard.folder / "DONE", {"payload": {}, "outputs": described})
+    else:
+        records.write_done(shard.folder, {}, done)
+
+
+def fake_runs(monkeypatch, failing=()):
+    def run_shard(shard, limits, show, keep_stale):
+        if shard.stage in failing:
+            return Outcome(shard.name, "error", 1.0, "boom", "notebook.ipynb")
+        finish(shard)
+        return Outcome(shard.name, "ok", 1.0)
+
+    monkeypatch.setattr(runner, "run_shard", run_shard)
+
+
+def test_run_then_nothing_to_do(runs, monkeypatch):
+    fake_runs(monkeypatch)
+    code, output = call("run", "--profile", "smoke", "--json")
+    told = last_json(output)
+    assert code == 0 and told["ok"] and set(told["shards"].values()) == {"ok"}
+    code, output = call("run", "--profile", "smoke", "--json")
+    assert code == 0 and "nothing to do" in output
+    assert set(last_json(output)["shards"].values()) == {"skipped"}
+    code, output = call("status", "--profile", "smoke", "--json")
+    assert code == 0 and last_json(output)["waiting"] == []
+
+
+def test_a_failed_shard_makes_the_exit_code(runs, monkeypatch):
+    fake_runs(monkeypatch, failing=("continuations",))
+    code, output = call("run", "--profile", "smoke", "--json")
+    assert code == 1
+    told = last_json(output)
+    assert told["failed"]["continuations"] == "boom"
+    assert told["shards"]["decode-VDC-0"] == "blocked" and told["shards"]["clips"] == "ok"
+    assert "continuations: error: boom (notebook.ipynb)" in output
+    code, output = call("status", "--profile", "smoke")
+    assert code == 1 and "3 of 11 shards done" in output
+
+
+def test_only_runs_one_stage(runs, monkeypatch):
+    fake_runs(monkeypatch)
+    code, output = call("run", "--profile", "smoke", "--only", "clips", "--json")
+    assert code == 0 and last_json(output)["shards"] == {"clips": "ok"}
+
+
+def test_interrupting_says_how_to_go_on(runs, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run_plan", stop)
+    code, output = call("run", "--profile", "smoke")
+    assert code == 130 and "run the same command to go on" in output
+
+
+def test_plan_tells_folders_and_needs(runs):
+    code, output = call("plan", "--profile", "smoke", "--set", "decode.tree_nodes=30", "--json")
+    told = last_json(output)
+    assert code == 0 and told["profile"] == "smoke"
+    (decode,) = [row for row in told["shards"] if row["stage"] == "decode"]
+    assert decode["parameters"]["overrides"] == {"decode.tree_nodes": 30}
+    assert decode["dependencies"][:2] == ["clips", "target"]
+    assert len(output.strip().splitlines()) == 1
+    code, output = call("plan", "--profile", "smoke")
+    assert "decode-VDC-0" in output and "to do" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "--profile", "nano"], "profile: found 'nano', allowed: h100, pocket, smoke"),
+        (["run", "--set", "training.stpes=3"], "training.stpes: unknown setting"),
+        (["run", "--set", "training.steps"], "--set: found 'training.steps', allowed: name=value"),
+        (["run", "--profile", "smoke", "--only", "x"], "--only: found 'x', allowed: environment"),
+        (["clips", "--profile", "smoke"], "clips: no lists yet"),
+        (["figures", "--profile", "smoke"], "records: no finished shard has any"),
+        (["figures", "--publish"], "--publish: allowed with --profile pocket"),
+        (["figures", "--profile", "pocket", "--publish"], "publish: environment is not done"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(runs, monkeypatch, capsys, words, message):
+    monkeypatch.setattr("sys.argv", ["vflash", *words])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    told = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert told.startswith(f"vflash: {message}") and told.count("\n") == 1
+
+
+def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
+    code, output = call("doctor", "--profile", "smoke", "--json")
+    items = {row["item"]: row for row in last_json(output)["items"]}
+    assert code == 0 and items["numpy"]["ok"] and items["device"]["ok"]
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path / "nothing"))
+    code, output = call("doctor", "--profile", "h100", "--json")
+    items = {row["item"]: row for row in last_json(output)["items"]}
+    assert code == 1 and not items["target"]["ok"] and not items["videos"]["ok"]
+
+
+def test_clips_names_a_bad_file_and_reads_the_others(tmp_path):
+    (tmp_path / "text.mp4").write_text("no video\n")
+    code, output = call("clips", "--profile", "smoke", str(tmp_path / "text.mp4"), "--json")
+    told = last_json(output)
+    assert code == 1 and told["bad"] == 1
+    assert told["clips"][0]["reason"] == "not_video"
+
+
+# --------------------------------------------------------------------------- records of a run
+
+
+@pytest.fixture(scope="module")
+def synthetic(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("synthetic")
+    write_synthetic(folder)
+    return folder
+
+
+@pytest.fixture
+def tracked(synthetic, tmp_path, monkeypatch):
+    """The synthetic records stand in for the tracked ones, figures go to a folder of the test."""
+    monkeypatch.setattr("vflash_analysis.results.sources.TRACKED_RECORDS", synthetic)
+    monkeypatch.setattr("vflash_analysis.results.report.FIGURES", tmp_path / "figures")
+    return tmp_path / "figures"
+
+
+def test_figures_draws_the_tracked_records(tracked, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "vflash_analysis.results.report.build_results",
+        lambda found, n_samples: drawn.append((found.status, n_samples)) or [tracked / "T1.csv"],
+    )
+    code, output = call("figures", "--json")
+    assert code == 0 and drawn == [("stored", 2000)]
+    assert last_json(output)["files"] == [str(tracked / "T1.csv")]
+
+
+def test_report_prints_a_table(tracked):
+    code, output = call("report", "--table", "T2_accepted_length", "--json")
+    told = last_json(output)
+    assert code == 0 and told["table"] == "T2_accepted_length"
+    assert {"accepted_length"} <= {row["quantity"] for row in told["rows"]}
+
+
+def test_demo_shows_both_texts(tracked):
+    code, output = call("demo", "--json")
+    told = last_json(output)
+    assert code == 0 and set(told) == {"ar", "tree60"}
+    assert "decode time ratio" in output
+
+
+def test_a_playback_fills_with_the_recorded_cycles(synthetic):
+    found = load_records(synthetic)
+    for one in demo.pick(found, None, ("ar", "tree60")):
+        assert one.at(0.0) == "" and one.at(one.decode_s) == one.text
+        lengths = [len(one.at(one.decode_s * i / 20)) for i in range(21)]
+        assert lengths == sorted(lengths)
+    paper = io.StringIO()
+    shown = demo.pick(found, None, ("ar", "tree60"))
+    demo.play(shown, 4.0, Console(file=paper, force_terminal=False, width=120))
+    assert "Autoregressive" in paper.getvalue() and "Tree-60" in paper.getvalue()
+    with pytest.raises(InputError, match="demo: found clip 'nothing'"):
+        demo.pick(found, "nothing", ("ar",))
+    with pytest.raises(InputError, match="'medusa' was not decoded on"):
+        demo.pick(found, None, ("ar", "medusa"))
+
+
+def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, runs, monkeypatch):
+    place = tmp_path / "tracked"
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", place)
+    monkeypatch.setattr(publish, "record_folders", lambda shards: [synthetic])
+    monkeypatch.setattr(publish, "build_results", lambda: [tmp_path / "F1.png"])
+    written = publish.publish([])
+    assert written[-1] == tmp_path / "F1.png"
+    before, after = load_records(synthetic), load_records(place)
+    assert len(after.cycles) == len(before.cycles)
+    assert after.generations.equals(before.generations)
+    assert after.cycles["n_accepted"].equals(before.cycles["n_accepted"])
+    monkeypatch.setattr(publish, "SIZE_LIMIT", 10)
+    with pytest.raises(InputError, match="allowed: 10"):
+        publish.publish([])
+    with pytest.raises(InputError, match="publish: environment is not done"):
+        publish.publish(stages.plan("smoke"))
+
+
+def test_bulky_detail_stays_for_one_clip_of_each_benchmark():
+    clips = ["VDC-1", "VDC-0", "LVB-0"]
+    generations = pd.DataFrame({"benchmark": ["VDC", "VDC", "LVB"], "clip_id": clips})
+    detail = {column: [[1, 2]] * 4 for column in publish.CYCLE_DETAIL}
+    cycles = pd.DataFrame({"clip_id": [*clips, "VDC-1"], "n_accepted": [1, 2, 3, 4], **detail})
+    kept = publish.slim(generations, cycles)
+    assert kept["n_accepted"].tolist() == [1, 2, 3, 4]
+    for column in publish.CYCLE_DETAIL:
+        assert [value is None for value in kept[column]] == [True, False, False, True]

@@ -1,0 +1,225 @@
+"""Settings are read strictly: every refusal names the setting, what was found, what is allowed."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vflash_analysis import config, paths, strict
+from vflash_analysis.errors import InputError
+
+
+@pytest.mark.parametrize("name", ["smoke", "pocket", "h100"])
+def test_every_profile_loads(name):
+    profile = config.load_profile(name)
+    assert profile.name == name
+    assert profile.decode.methods[0] == "ar"
+    assert json.loads(json.dumps(config.to_json(profile))) == config.to_json(profile)
+
+
+def test_profiles_are_those_of_the_readme():
+    assert config.profile_names() == ("h100", "pocket", "smoke")
+
+
+def test_profiles_state_the_sizes_of_the_protocol():
+    h100 = config.load_profile("h100")
+    assert (h100.clips.num_frames, h100.decode.max_new_tokens) == (128, 256)
+    assert h100.target.dtype == "bfloat16"
+    assert (h100.drafter.block_size, h100.decode.tree_nodes, h100.drafter.num_tapped_layers) == (
+        16, 60, 4,
+    )  # fmt: skip
+    sizes = {
+        name: (len(p.clips.sample_seeds), p.clips.clips_per_suite, p.clips.clips_per_suite_all)
+        for name, p in ((n, config.load_profile(n)) for n in config.profile_names())
+    }
+    assert sizes == {"smoke": (1, 2, 2), "pocket": (3, 12, 20), "h100": (3, 50, 50)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"training.stpes": 3}, "training.stpes: unknown setting, allowed: objective"),
+        ({"train.steps": 3}, "train.steps: unknown setting, no section train; sections: target"),
+        ({"steps": 3}, "steps: unknown setting, allowed: target"),
+        ({"name": "other"}, "name: unknown setting, allowed: target"),
+        ({"training.steps.x": 3}, "training.steps.x: unknown setting, no section training.steps"),
+        ({"training.steps": "3"}, 'training.steps: found text "3", allowed: a whole number'),
+        ({"training.steps": 3.0}, "training.steps: found number 3.0, allowed: a whole number"),
+        (
+            {"training.steps": True},
+            "training.steps: found true/false true, allowed: a whole number",
+        ),
+        ({"training.steps": 0}, "training.steps: found whole number 0, allowed: 1 or more"),
+        ({"training.steps": None}, "training.steps: found null, allowed: a whole number"),
+        ({"drafter.block_size": 17}, "drafter.block_size: found whole number 17, allowed: 2 to 16"),
+        ({"drafter.block_size": 1}, "drafter.block_size: found whole number 1, allowed: 2 to 16"),
+        ({"training.learning_rate": "1e-3"}, 'training.learning_rate: found text "1e-3"'),
+        ({"training.gamma": float("nan")}, "training.gamma: found nan, allowed: a finite number"),
+        ({"training.reveal_order": "x"}, 'allowed: one of "confidence", "random"'),
+        ({"target.dtype": "float16"}, 'allowed: one of "float32", "bfloat16", "float64"'),
+        ({"target": 3}, "target: found whole number 3, allowed: a mapping of settings"),
+        ({"clips.benchmarks": "VDC"}, 'clips.benchmarks: found text "VDC", allowed: a list'),
+        (
+            {"clips.benchmarks": ["VDC", "x"]},
+            'clips.benchmarks[1]: found text "x", allowed: one of',
+        ),
+        ({"clips.benchmarks": []}, "clips.benchmarks: found list []"),
+        ({"train_seeds": [0, 0]}, "train_seeds: found list [0, 0], allowed: each item once"),
+        ({"train_seeds": [-1]}, "train_seeds: found list [-1], allowed: items from 0 up"),
+        ({"ablation.budgets": [0]}, "ablation.budgets: found list [0], allowed: items from 1 up"),
+        ({"decode.methods": ["chain"]}, 'decode.methods: found list ["chain"]'),
+        ({"drafter.context": 1.5}, "drafter.context: found 1.5, allowed: 0 to 1"),
+        ({"drafter.context": "some"}, 'drafter.context: found text "some"'),
+        ({"clips.clips_per_suite": 99}, "clips.clips_per_suite: found 99, allowed: at most"),
+        ({"training.training_clips": 10**6}, "training.training_clips: found 1000000, allowed: at"),
+        ([("training.steps", 3)], "overrides: found list"),
+    ],
+)
+def test_a_bad_override_is_refused_by_name(overrides, message):
+    with pytest.raises(InputError) as refusal:
+        config.load_profile("pocket", overrides)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unknown_profile_lists_the_known_ones():
+    with pytest.raises(InputError, match="profile: found 'nano', allowed: h100, pocket, smoke"):
+        config.load_profile("nano")
+
+
+@pytest.mark.parametrize(
+    "section", ["target", "clips", "drafter", "training", "decode", "ablation"]
+)
+def test_a_missing_setting_is_named_even_where_the_code_has_a_default(section):
+    values = config.to_json(config.load_profile("pocket"))
+    for key in list(values[section]):
+        one_less = json.loads(json.dumps(values))
+        del one_less[section][key]
+        with pytest.raises(InputError, match=rf"^{section}\.{key}: missing, allowed: "):
+            config.build_profile(one_less)
+    one_more = json.loads(json.dumps(values))
+    one_more[section]["extra"] = 1
+    with pytest.raises(InputError, match=rf"^{section}\.extra: unknown setting"):
+        config.build_profile(one_more)
+
+
+def test_overrides_change_the_one_value_and_no_file():
+    before = config.load_profile("pocket")
+    after = config.load_profile("pocket", {"training.steps": 7, "drafter.context": 0.25})
+    assert after.training == dataclasses.replace(before.training, steps=7)
+    assert after.drafter.context == 0.25
+    assert config.load_profile("pocket") == before
+
+
+def test_whole_numbers_serve_as_numbers_and_lists_become_tuples():
+    profile = config.load_profile("pocket", {"training.gamma": 5, "train_seeds": [4, 2]})
+    assert profile.training.gamma == 5.0 and isinstance(profile.training.gamma, float)
+    assert profile.train_seeds == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("training.steps=300", ("training.steps", 300)),
+        ("training.learning_rate=1e-3", ("training.learning_rate", 0.001)),
+        ("clips.benchmarks=[VDC, MLVU]", ("clips.benchmarks", ["VDC", "MLVU"])),
+        ('clips.benchmarks=["VDC"]', ("clips.benchmarks", ["VDC"])),
+        ("target.device=cuda", ("target.device", "cuda")),
+        ("target.source=a=b", ("target.source", "a=b")),
+        ("drafter.source=null", ("drafter.source", None)),
+        ("target.compile=true", ("target.compile", True)),
+    ],
+)
+def test_parse_override(text, expected):
+    assert strict.parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["training.steps", "=3", " =3", "a=[1"])
+def test_parse_override_refuses(text):
+    with pytest.raises(InputError):
+        strict.parse_override(text)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.lists))
+def test_any_json_value_survives_the_command_line_or_is_refused_with_one_line(value):
+    name, parsed = strict.parse_override(f"drafter.block_size={json.dumps(value)}")
+    assert (name, parsed) == ("drafter.block_size", value)
+    try:
+        profile = config.load_profile("smoke", {name: parsed})
+    except InputError as refusal:
+        assert str(refusal).startswith("drafter.block_size: found ")
+    else:
+        assert profile.drafter.block_size == value and type(value) is int and 2 <= value <= 16
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\na: 2\n", "key 'a' is given twice"),
+        ("- 1\n", "found list [1], allowed: a mapping"),
+        ("a: [1\n", "not readable as YAML"),
+        ("", "found null, allowed: a mapping"),
+    ],
+)
+def test_read_yaml_refuses(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(InputError) as refusal:
+        strict.read_yaml(tmp_path / "x.yaml")
+    assert message in str(refusal.value) and "x.yaml" in str(refusal.value)
+    with pytest.raises(InputError, match="no such file"):
+        strict.read_yaml(tmp_path / "y.yaml")
+
+
+def test_arms_share_everything_but_what_they_change():
+    base = config.load_profile("pocket").training
+    for arm in config.ARMS:
+        settings = config.arm_settings(base, arm, steps=50, train_seed=9)
+        assert (settings.steps, settings.train_seed) == (50, 9)
+        changed = {
+            f.name
+            for f in dataclasses.fields(base)
+            if getattr(settings, f.name) != getattr(base, f.name)
+        }
+        assert changed <= {
+            "objective",
+            "steps",
+            "train_seed",
+            "revealed_weight",
+            "anchors_per_clip",
+        }
+    doubled = config.arm_settings(base, "mask_only_2x", 50, 9)
+    assert doubled.anchors_per_clip == 2 * base.anchors_per_clip
+    assert config.arm_settings(base, "self_reveal_rev0", 50, 9).revealed_weight == 0
+    with pytest.raises(InputError, match="arm: found 'x', allowed: self_reveal"):
+        config.arm_settings(base, "x", 50, 9)
+
+
+def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.delenv("VFLASH_TARGET", raising=False)
+    monkeypatch.delenv("VFLASH_DATA", raising=False)
+    target = config.load_profile("h100").target
+    with pytest.raises(InputError, match=r"target\.source: .*VFLASH_TARGET"):
+        config.target_folder(target)
+    with pytest.raises(InputError, match="VFLASH_DATA"):
+        config.data_folder()
+    (tmp_path / "local.yaml").write_text("target: weights/7b\n")
+    assert str(config.target_folder(target)) == "weights/7b"
+    monkeypatch.setenv("VFLASH_TARGET", "elsewhere")
+    assert str(config.target_folder(target)) == "elsewhere"
+    (tmp_path / "local.yaml").write_text("targt: x\n")
+    with pytest.raises(InputError, match=r"local\.yaml: targt: unknown setting"):
+        config.target_folder(target)
+    (tmp_path / "local.yaml").write_text("target: 3\n")
+    with pytest.raises(InputError, match=r"local\.yaml: target: found whole number 3"):
+        config.target_folder(target)
+
+
+def test_a_profile_with_its_own_folder_ignores_the_machine(monkeypatch):
+    monkeypatch.setenv("VFLASH_TARGET", "elsewhere")
+    pocket = config.load_profile("pocket").target
+    assert config.target_folder(pocket) == paths.ROOT / "data" / "pocket" / "target"
+    with pytest.raises(InputError, match="built by the target stage"):
+        config.target_folder(config.load_profile("smoke").target)

@@ -1,0 +1,197 @@
+"""pyproject, lock, environment, Makefile and CI say the same thing; the base stays light."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+from vflash_analysis import config, environment, paths
+from vflash_analysis.errors import InputError
+
+PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+LOCK = environment.locked_versions()
+REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)(.*)")
+
+
+def requirements(lines):
+    return {m[1].lower().replace("_", "-"): m[2] for m in map(REQUIREMENT.fullmatch, lines)}
+
+
+def numbers(version):
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def test_every_requirement_is_pinned_within_its_range():
+    everything = [*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)]
+    for name, limits in requirements(everything).items():
+        assert name in LOCK, name
+        for sign, version in re.findall(r"(>=|<)([\d.]+)", limits):
+            found, limit = numbers(LOCK[name]), numbers(version)
+            assert found >= limit if sign == ">=" else found < limit, (name, limits, LOCK[name])
+
+
+def test_the_base_is_light():
+    base = set(requirements(PROJECT["dependencies"]))
+    assert base == set(environment.BASE)
+    heavy = set(environment.TORCH) | {"decord", "av", "papermill", "jupyterlab"}
+    assert not base & heavy
+
+
+def test_transformers_range_is_stated_once_and_the_same_everywhere():
+    assert requirements(EXTRAS["torch"])["transformers"] == ">=5.24,<5.40"
+    assert environment.TRANSFORMERS_RANGE == ((5, 24), (5, 40))
+    assert environment.transformers_fits(LOCK["transformers"])
+    told = [
+        environment.transformers_fits(v) for v in ("5.23.9", "5.24.0", "5.39.9", "5.40.0", "6.0")
+    ]
+    assert told == [False, True, True, False, False]
+
+
+def test_the_lock_has_exact_public_pins_only():
+    text = (paths.ROOT / "requirements.lock").read_text()
+    for line in text.splitlines():
+        assert re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][A-Za-z0-9.]*", line), line
+    assert "vflash" not in text and "torch==2.13.0\n" in text
+    names = [line.split("==")[0].lower() for line in text.splitlines()]
+    assert names == sorted(names, key=str.lower) and len(set(names)) == len(names)
+
+
+def test_environment_yml_installs_the_lock_and_the_project():
+    told = yaml.safe_load((paths.ROOT / "environment.yml").read_text())
+    assert "python=3.11" in told["dependencies"] and "pip" in told["dependencies"]
+    (pip,) = [part["pip"] for part in told["dependencies"] if isinstance(part, dict)]
+    assert pip == ["-r requirements.lock", "-e ."]
+    assert PROJECT["requires-python"] == ">=3.11"
+
+
+def test_makefile_installs_from_the_same_lock():
+    text = (paths.ROOT / "Makefile").read_text()
+    assert "LOCK := requirements.lock" in text
+    assert "$(FULL),-r $(LOCK) -e ." in text and "$(BASE),-c $(LOCK) -e ." in text
+    targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
+    wanted = {"reproduce", "smoke", "test", "test-all", "lab", "figures", "publish"}
+    assert wanted <= targets
+    figures = re.search(r"^figures:(.*)$", text, re.MULTILINE)[1]
+    assert "BASE" in figures and "FULL" not in figures
+
+
+def test_make_installs_nothing_while_the_lock_is_unchanged(tmp_path):
+    """The stamp's checksum decides: with it in place no pip runs, without it pip does."""
+    log = tmp_path / "log"
+    bin_ = tmp_path / "venv" / "bin"
+    bin_.mkdir(parents=True)
+    for name in ("python", "vflash"):
+        (bin_ / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n')
+        (bin_ / name).chmod(0o755)
+
+    def make(target):
+        log.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["make", "-s", target, f"VENV={tmp_path / 'venv'}"],
+            cwd=paths.ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return log.read_text().splitlines()
+
+    first = make("test")
+    assert first[0].startswith("python -m pip install --quiet --upgrade pip")
+    assert "-r requirements.lock -e ." in first[1]
+    assert first[2].startswith("python -m pytest -m not slow and not gpu")
+    assert make("test") == first[2:]
+    assert make("figures") == ["vflash figures"]  # the full install serves for the base
+    stamp = tmp_path / "venv" / ".base-stamp"
+    stamp.write_text("another lock\n")
+    os.utime(stamp, (1, 1))
+    again = make("figures")
+    assert "-c requirements.lock -e ." in again[1] and again[2] == "vflash figures"
+
+
+@pytest.mark.parametrize("module", ["vflash_analysis", "vflash_analysis.config", "vflash_analysis.metrics",
+                                    "vflash_analysis.stats", "vflash_analysis.records", "vflash_analysis.runner",
+                                    "vflash_analysis.cli", "vflash_analysis.notebook"])  # fmt: skip
+def test_light_modules_load_nothing_heavy(module):
+    code = (
+        f"import sys, {module}\n"
+        "print({'torch', 'transformers', 'decord', 'av', 'papermill'} & set(sys.modules))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "set()"
+
+
+def test_no_legacy_cache_calls():
+    for file in paths.PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("to_legacy_cache", "from_legacy_cache"), file
+
+
+def test_no_file_names_a_machine():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=paths.ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split("\n")  # fmt: skip
+    kinds = (".py", ".toml", ".lock", ".yml", ".yaml", ".md", ".cff", ".ipynb", "Makefile", "run")
+    pattern = re.compile(r"file:" r"//|(?<![\w.])/(?:home|root|mnt)/")
+    for name in filter(None, listed):
+        path = paths.ROOT / name
+        if name.endswith(kinds) and path.is_file():
+            assert not pattern.search(path.read_text(encoding="utf-8")), name
+
+
+def test_the_environment_table_tells_what_is_there(monkeypatch):
+    monkeypatch.setenv(environment.READER_THREADS, "3")
+    monkeypatch.setenv(environment.EOF_RETRY, "7")
+    table = environment.environment_table(config.load_profile("smoke")).set_index("item")
+    assert table.loc["num_threads", "found"] == "3" and table.loc["eof_retry", "found"] == "7"
+    assert table.loc["torch", "wanted"] == LOCK["torch"]
+    assert bool(table.loc["kernel python3", "ok"]) and bool(table.loc["device", "ok"])
+    assert {"python", "frame readers", "free disk", "transformers"} <= set(table.index)
+
+
+def test_without_a_reader_the_table_names_the_alternatives(monkeypatch):
+    really = environment.package_versions
+    monkeypatch.setattr(
+        environment, "package_versions",
+        lambda names: {n: None if n in environment.READERS else v for n, v in really(names).items()},
+    )  # fmt: skip
+    table = environment.environment_table(config.load_profile("smoke")).set_index("item")
+    row = table.loc["frame readers"]
+    assert not row["ok"]
+    assert all(name in row["note"] for name in ("decord", "eva-decord", "decord2", "av"))
+
+
+def test_a_wrong_transformers_and_a_missing_folder_are_shown(monkeypatch, tmp_path):
+    really = environment.package_versions
+    monkeypatch.setattr(
+        environment, "package_versions",
+        lambda names: {n: "5.41.0" if n == "transformers" else v for n, v in really(names).items()},
+    )  # fmt: skip
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    monkeypatch.delenv("VFLASH_DATA", raising=False)
+    table = environment.environment_table(config.load_profile("h100")).set_index("item")
+    assert not table.loc["transformers range", "ok"]
+    assert table.loc["target", "note"] == "no config.json there"
+    assert "VFLASH_DATA" in table.loc["videos", "note"] and not table.loc["videos", "ok"]
+
+
+def test_the_lock_is_read_strictly(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    with pytest.raises(InputError, match="no such file"):
+        environment.locked_versions()
+    (tmp_path / "requirements.lock").write_text("numpy==2.0  # a comment\n\nPy_YAML==6\n")
+    assert environment.locked_versions() == {"numpy": "2.0", "py-yaml": "6"}
+    (tmp_path / "requirements.lock").write_text("numpy==2.0\ntorch>=2\n")
+    with pytest.raises(InputError, match=r"requirements\.lock: line 2: found 'torch>=2'"):
+        environment.locked_versions()
+
+
+def test_a_manifest_names_machine_commit_and_versions():
+    facts = environment.machine()
+    assert {"device", "driver", "threads", "versions", "git_commit", "git_dirty"} <= set(facts)
+    assert facts["versions"]["numpy"] and facts["versions"]["python"]

@@ -1,0 +1,294 @@
+"""Collected texts and states: one index, nothing shifted, nothing lost, resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import tiny_drafter, tiny_frames, tiny_target
+from tests.training.toys import settings
+from vflash_analysis.clips.suites import Clip
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import CONTINUATIONS, read_records
+from vflash_analysis.training.blocks import target_pieces
+from vflash_analysis.training.continuations import (
+    ContinuationSet,
+    OnlineContinuations,
+    collect_continuations,
+    greedy_continuation,
+    pixel_reader,
+    read_states,
+    states_path,
+)
+from vflash_analysis.training.loop import train
+
+TARGET = tiny_target(0)
+TAPS = (0, 2)
+NUM_FRAMES = 2
+
+
+class Reader:
+    """Frames by file content; a file that says "bad" cannot be read."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def read(self, path: str, num_frames: int) -> Any:
+        self.paths.append(Path(path).name)
+        text = Path(path).read_text()
+        if text == "bad":
+            raise InputError(f"{path}: no_video_stream: made so")
+        if text == "kill":
+            raise KeyboardInterrupt
+        return SimpleNamespace(frames=tiny_frames(int(text), num_frames).numpy())
+
+
+def clips(folder: Path, n: int = 4) -> list[Clip]:
+    found = []
+    for number in range(n):
+        path = folder / f"v{number}.mp4"
+        if not path.exists():
+            path.write_text(str(number))
+        prompt = "describe the clip" if number % 2 else "what happens then ?"
+        found.append(Clip(f"suite/{number}", "VDC", "training", str(path), prompt))
+    return found
+
+
+def collect(folder: Path, some: list[Clip], reader: Any = None, **changes: Any) -> Path:
+    keywords: dict[str, Any] = {
+        "num_frames": NUM_FRAMES,
+        "max_new_tokens": 12,
+        "tap_layer_ids": TAPS,
+        "out_folder": folder / "out",
+        "states_dtype": torch.float64,
+        "log": lambda line: None,
+        **changes,
+    }
+    target = keywords.pop("target", TARGET)
+    return collect_continuations(target, some, reader or Reader(), **keywords)
+
+
+def test_each_token_is_the_head_of_the_state_before_it(tmp_path: Path) -> None:
+    """With the last layer tapped, stored states give the stored tokens at the same index."""
+    last = TARGET.num_layers - 1
+    ids, pixels = prompt_of(0)
+    text = greedy_continuation(TARGET, ids, pixels, 12, (last,))
+    whole = torch.cat([ids, text.token_ids])
+    assert text.states is not None
+    assert text.states.shape == (len(whole) - 1, TARGET.hidden_size)
+    with torch.no_grad():
+        told = TARGET.head(TARGET.text_model.norm(text.states)).argmax(-1)
+    n = len(ids)
+    assert torch.equal(told[n - 1 :], whole[n:])
+    assert not torch.equal(told[n:], whole[n:-1])  # an index off by one would not pass
+
+
+def prompt_of(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = TARGET.build_prompt("what happens then ?", NUM_FRAMES)
+    return ids, TARGET.prepare_frames(tiny_frames(number, NUM_FRAMES))
+
+
+def test_text_equals_full_forwards_without_a_cache() -> None:
+    ids, pixels = prompt_of(3)
+    text = greedy_continuation(TARGET, ids, pixels, 9, TAPS)
+    told: list[int] = []
+    for _ in range(len(text.token_ids)):
+        rows = torch.tensor(told, dtype=torch.long)
+        cache = TARGET.new_cache(len(ids), 9)
+        logits = TARGET.prefill(ids, pixels, cache).logits
+        if told:
+            logits = TARGET.forward(rows, None, cache).logits[-1]
+        told.append(int(logits.argmax()))
+    assert told == text.token_ids.tolist()
+
+
+def test_a_text_ends_with_its_stop_token_or_at_the_cap() -> None:
+    ids, pixels = prompt_of(0)
+    free = greedy_continuation(TARGET, ids, pixels, 12, TAPS)
+    assert free.stop_reason == "length" and len(free.token_ids) == 12
+    stop = int(free.token_ids[5])
+    first = free.token_ids.tolist().index(stop)
+    target = tiny_target(0)
+    target.stop_ids = frozenset({stop})
+    cut = greedy_continuation(target, ids, pixels, 12, TAPS)
+    assert cut.token_ids.tolist() == free.token_ids[: first + 1].tolist()
+    assert cut.stop_reason == "eos"
+    assert cut.states is not None and len(cut.states) == len(ids) + first
+
+
+def test_records_and_states_share_one_index(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    file = collect(tmp_path, some)
+    frame = read_records(file, CONTINUATIONS)
+    assert frame["clip_id"].tolist() == [c.clip_id for c in some]
+    assert set(frame["status"]) == {"ok"} and set(frame["target_sha256"]) == {TARGET.source_sha256}
+    data = ContinuationSet(tmp_path / "out")
+    assert len(data) == 4 and data.clip_ids() == [c.clip_id for c in some]
+    assert data.tap_layer_ids() == TAPS
+    for index, clip in enumerate(some):
+        row, item = frame.iloc[index], data[index]
+        ids = TARGET.build_prompt(clip.prompt, NUM_FRAMES)
+        assert item.prompt_tokens == row["prompt_tokens"] == len(ids)
+        assert row["video_tokens"] == NUM_FRAMES * TARGET.tokens_per_frame + 1
+        assert torch.equal(item.input_ids[: len(ids)], ids)
+        assert item.new_tokens == row["new_tokens"] == data.anchor_counts()[index] + 1
+        assert item.states.shape == (len(item.input_ids) - 1, 2 * TARGET.hidden_size)
+        assert row["text"] == TARGET.tokenizer.decode(
+            item.input_ids[len(ids) :], skip_special_tokens=True
+        )
+        assert (item.benchmark, item.split) == ("VDC", "training")
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_online_states_equal_the_stored_ones(tmp_path: Path, rows: int) -> None:
+    some = clips(tmp_path)
+    collect(tmp_path, some)
+    stored = ContinuationSet(tmp_path / "out", in_memory=False)
+    pixels = {c.clip_id: TARGET.prepare_frames(tiny_frames(i, 2)) for i, c in enumerate(some)}
+    online = OnlineContinuations(tmp_path / "out", TARGET, pixels.__getitem__, TAPS)
+    for index in range(4):
+        a, b = stored[index], online[index]
+        assert torch.equal(a.input_ids, b.input_ids)
+        torch.testing.assert_close(a.states, b.states, rtol=0, atol=1e-11)
+    assert len(stored) == len(online) and stored.anchor_counts() == online.anchor_counts()
+    with pytest.raises(InputError, match="tiny-0"):
+        OnlineContinuations(tmp_path / "out", tiny_target(1), pixels.__getitem__, TAPS)
+
+
+def test_texts_without_states_feed_training_online(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    file = collect(tmp_path, some, store_states=False)
+    assert not (tmp_path / "out" / "states").exists()
+    stored = collect(tmp_path, some, out_folder=tmp_path / "stored")
+    texts = [read_records(f, CONTINUATIONS)["text"].tolist() for f in (file, stored)]
+    assert texts[0] == texts[1]
+    reader = Reader()
+    collect(tmp_path, some, reader, store_states=False)
+    assert reader.paths == []
+    pixels = pixel_reader(TARGET, some, reader, NUM_FRAMES)
+    online = OnlineContinuations(tmp_path / "out", TARGET, pixels, TAPS)
+    assert torch.equal(online[2].input_ids, ContinuationSet(tmp_path / "stored")[2].input_ids)
+    assert reader.paths == ["v2.mp4"]
+    drafter = tiny_drafter(TARGET, 1, target_layer_ids=TAPS)
+    chosen = settings(steps=2, clips_per_step=2)
+    pieces = target_pieces(TARGET)
+    train(drafter, pieces, online, chosen, tmp_path / "train", log=lambda line: None)
+    assert (tmp_path / "train" / "drafter" / "model.safetensors").is_file()
+
+
+def test_bad_clips_are_recorded_and_the_others_kept(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    Path(some[1].path).write_text("bad")
+    lines: list[str] = []
+    frame = read_records(collect(tmp_path, some, log=lines.append), CONTINUATIONS)
+    assert frame["status"].tolist() == ["ok", "failed", "ok", "ok"]
+    assert "no_video_stream" in frame["reason"][1] and frame["input_ids"].isna()[1]
+    assert any("suite/1" in line for line in lines)
+    data = ContinuationSet(tmp_path / "out")
+    assert len(data) == 3 and data.n_failed == 1
+    with pytest.raises(InputError, match="no_video_stream"):
+        collect(tmp_path / "strict", some, on_bad_clip="fail", out_folder=tmp_path / "strict")
+    Path(some[1].path).write_text("9")  # repaired: tried again, alone
+    reader = Reader()
+    frame = read_records(collect(tmp_path, some, reader), CONTINUATIONS)
+    assert reader.paths == ["v1.mp4"] and set(frame["status"]) == {"ok"}
+
+
+def test_a_killed_collection_goes_on_where_it_was(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    Path(some[2].path).write_text("kill")
+    with pytest.raises(KeyboardInterrupt):
+        collect(tmp_path, some)
+    Path(some[2].path).write_text("2")
+    reader = Reader()
+    file = collect(tmp_path, some, reader)
+    assert reader.paths == ["v2.mp4", "v3.mp4"]
+    alone = collect(tmp_path, some, out_folder=tmp_path / "alone")
+    first, second = (read_records(f, CONTINUATIONS) for f in (file, alone))
+    assert first["text"].tolist() == second["text"].tolist()
+    reader = Reader()
+    collect(tmp_path, some, reader)
+    assert reader.paths == []
+
+
+def test_what_is_stale_is_collected_again(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    collect(tmp_path, some)
+
+    def again(changed: list[Clip] = some, **changes: Any) -> list[str]:
+        reader = Reader()
+        collect(tmp_path, changed, reader, **changes)
+        return reader.paths
+
+    everything = [f"v{i}.mp4" for i in range(4)]
+    Path(some[0].path).write_text("7")
+    assert again() == ["v0.mp4"]
+    path = states_path(tmp_path / "out", "suite/1")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert again() == ["v1.mp4"]
+    path.unlink()
+    assert again() == ["v1.mp4"]
+    other = [dataclasses.replace(some[0], prompt="how many"), *some[1:]]
+    assert again(other) == ["v0.mp4"]
+    # A text that ended by itself is the same under a higher cap; one that was cut is not.
+    frame = read_records(tmp_path / "out" / "continuations.parquet", CONTINUATIONS)
+    cut = [name for name, why in zip(everything, frame["stop_reason"], strict=True) if why != "eos"]
+    assert 1 <= len(cut) < 4
+    assert again(other, max_new_tokens=13) == cut
+    assert again(other, max_new_tokens=13, tap_layer_ids=(1, 2)) == everything
+    assert (
+        again(other, max_new_tokens=13, tap_layer_ids=(1, 2), target=tiny_target(5)) == everything
+    )
+    assert again(other, max_new_tokens=13, tap_layer_ids=(1, 2), target=tiny_target(5)) == []
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "longer", "gone"])
+def test_damaged_states_are_named(tmp_path: Path, damage: str) -> None:
+    collect(tmp_path, clips(tmp_path, 1))
+    path = states_path(tmp_path / "out", "suite/0")
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        cut = {"half": content[: len(content) // 2], "empty": b"", "longer": content + b"xx"}
+        path.write_bytes(cut[damage])
+    with pytest.raises(InputError) as error:
+        ContinuationSet(tmp_path / "out")[0]
+    assert str(path) in str(error.value)
+
+
+def test_states_of_another_text_are_refused(tmp_path: Path) -> None:
+    collect(tmp_path, clips(tmp_path, 2))
+    one, two = (states_path(tmp_path / "out", f"suite/{i}") for i in (0, 1))
+    two.write_bytes(one.read_bytes())  # the prompts differ in length
+    with pytest.raises(InputError, match="rows of states"):
+        ContinuationSet(tmp_path / "out")[1]
+
+
+def test_half_precision_states_survive_storage(tmp_path: Path) -> None:
+    some = clips(tmp_path, 1)
+    collect(tmp_path, some)
+    exact = ContinuationSet(tmp_path / "out")[0].states
+    collect(tmp_path, some, out_folder=tmp_path / "half", states_dtype=torch.bfloat16)
+    half, taps = read_states(states_path(tmp_path / "half", "suite/0"))
+    assert half.dtype == torch.bfloat16 and taps == TAPS
+    assert torch.equal(half, exact.to(torch.bfloat16))
+
+
+def test_a_clip_named_twice_is_refused(tmp_path: Path) -> None:
+    some = clips(tmp_path, 2)
+    with pytest.raises(InputError, match="'suite/1' twice"):
+        collect(tmp_path, [*some, some[1]])
+
+
+def test_a_set_reads_each_clip_once_in_memory(tmp_path: Path) -> None:
+    collect(tmp_path, clips(tmp_path, 2))
+    kept = ContinuationSet(tmp_path / "out", limit=1)
+    assert len(kept) == 1 and kept[0] is kept[0]
+    fresh = ContinuationSet(tmp_path / "out", in_memory=False)
+    assert fresh[0] is not fresh[0]

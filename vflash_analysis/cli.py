@@ -1,0 +1,265 @@
+"""The `vflash` command: run, plan, status, figures, clips, doctor, demo, report.
+
+    vflash run --profile pocket --set training.steps=300
+
+Every command takes `--json`, which prints one JSON line last. Exit codes: 0 all is there, 1
+something is missing or failed, 2 bad input.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vflash_analysis import config, paths, runner, stages, strict
+from vflash_analysis.errors import InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="VFlash-FM: run the stages, see what is done, draw tables and figures.",
+)
+ProfileOption = Annotated[str, typer.Option(help="size of everything: a file in data/profiles")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="override a setting, as in training.steps=300")
+]
+AblationOption = Annotated[bool, typer.Option(help="also train every arm at every budget")]
+AllOption = Annotated[bool, typer.Option("--all", help="decode clips_per_suite_all clips")]
+StaleOption = Annotated[bool, typer.Option(help="reuse results whose code or inputs have changed")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON line last")]
+
+
+def _say(value: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
+
+
+def _print_table(rows: list[dict[Any, Any]], columns: list[str]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(row.get(column, ""))) for column in columns))
+    wide = None if sys.stdout.isatty() else 200  # a pipe or a log has no width to wrap at
+    Console(width=wide).print(table)
+
+
+def _overrides(texts: list[str] | None) -> dict[str, Any]:
+    return dict(strict.parse_override(text) for text in texts or [])
+
+
+@app.command()
+def run(
+    profile: ProfileOption = "pocket",
+    set_: SetOption = None,
+    ablation: AblationOption = False,
+    all_clips: AllOption = False,
+    only: Annotated[list[str] | None, typer.Option(help="a stage or a shard's name")] = None,
+    keep_stale: StaleOption = False,
+    timeout_s: Annotated[int, typer.Option(help="wall limit of one notebook cell")] = 6 * 3600,
+    as_json: JsonOption = False,
+) -> None:
+    """Run what is not done yet, in order; a second run does nothing."""
+    started = time.monotonic()
+    shards = stages.plan(profile, _overrides(set_), ablation, all_clips, keep_stale)
+    limits = runner.Limits(timeout_s=timeout_s)
+    try:
+        outcomes = runner.run_plan(shards, profile, only or (), limits, keep_stale)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command to go on from here", file=sys.stderr)
+        raise typer.Exit(130) from None
+    seconds = time.monotonic() - started
+    for line in runner.summary_lines(outcomes, seconds):
+        print(line)
+    summary = runner.summary_json(outcomes, seconds)
+    _say(summary, as_json)
+    raise typer.Exit(0 if summary["ok"] else 1)
+
+
+@app.command()
+def plan(
+    profile: ProfileOption = "pocket",
+    set_: SetOption = None,
+    ablation: AblationOption = False,
+    all_clips: AllOption = False,
+    keep_stale: StaleOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show every shard of a run: its notebook, folder and what it needs."""
+    shards = stages.plan(profile, _overrides(set_), ablation, all_clips, keep_stale)
+    rows = [shard.as_json() for shard in shards]
+    if not as_json:
+        for row in rows:
+            row["state"] = ("stale" if row["stale"] else "done") if row["done"] else "to do"
+        _print_table(rows, ["name", "state", "run_id", "folder"])
+    _say({"profile": profile, "shards": rows}, as_json)
+
+
+@app.command()
+def status(
+    profile: ProfileOption = "pocket",
+    set_: SetOption = None,
+    ablation: AblationOption = False,
+    all_clips: AllOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what is done, and why each other shard does not count as done."""
+    shards = stages.plan(profile, _overrides(set_), ablation, all_clips)
+    rows = [{"shard": s.name, "why": s.why_not_done() or ""} for s in shards]
+    waiting = [row for row in rows if row["why"]]
+    print(f"{profile}: {len(rows) - len(waiting)} of {len(rows)} shards done")
+    if waiting:
+        _print_table(waiting, ["shard", "why"])
+    _say({"done": len(rows) - len(waiting), "planned": len(rows), "waiting": waiting}, as_json)
+    raise typer.Exit(1 if waiting else 0)
+
+
+@app.command()
+def doctor(profile: ProfileOption = "pocket", as_json: JsonOption = False) -> None:
+    """Show what this machine has and what the profile wants."""
+    from vflash_analysis.environment import environment_table
+
+    table = environment_table(config.load_profile(profile))
+    rows = table.to_dict("records")
+    for row in rows:
+        there = "absent" if row["found"] == "missing" else "ok"
+        row["state"] = there if row["ok"] else "MISSING"
+    _print_table(rows, ["item", "found", "wanted", "state", "note"])
+    _say({"ok": bool(table["ok"].all()), "items": rows}, as_json)
+    raise typer.Exit(0 if table["ok"].all() else 1)
+
+
+@app.command()
+def clips(
+    profile: ProfileOption = "pocket",
+    set_: SetOption = None,
+    paths_: Annotated[
+        list[Path] | None, typer.Argument(help="video files; the profile's clips when none")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read the very frames a run would use and list the clips that cannot be used."""
+    from vflash_analysis.clips import prepare
+    from vflash_analysis.clips.read import check_clips
+
+    overrides = _overrides(set_)
+    settings = config.load_profile(profile, overrides).clips
+    if paths_:
+        with prepare.open_reader(settings) as reader:
+            rows: list[dict[Any, Any]] = [*check_clips(paths_, settings.num_frames, reader)]
+    else:
+        shard = next(s for s in stages.plan(profile, overrides) if s.stage == "clips")
+        if not shard.done:
+            raise InputError(
+                f"clips: no lists yet; vflash run --profile {profile} --only clips makes them"
+            )
+        rows = prepare.check_lists(settings, shard.folder).to_dict("records")
+    unusual = [row for row in rows if row["status"] != "ok"]
+    bad = [row for row in unusual if row["status"] == "bad"]
+    print(f"{len(rows)} clips read: {len(bad)} bad, {len(unusual) - len(bad)} flagged")
+    if unusual:
+        _print_table(unusual, ["path", "status", "reason", "message"])
+    _say({"read": len(rows), "bad": len(bad), "clips": unusual}, as_json)
+    raise typer.Exit(1 if bad else 0)
+
+
+def _records(profile: str | None, overrides: dict[str, Any], all_clips: bool = False) -> Any:
+    """Records of a profile's finished shards; the tracked ones without a profile."""
+    from vflash_analysis.publish import record_folders
+    from vflash_analysis.results.sources import load_records
+
+    if profile is None:
+        return load_records()
+    shards = stages.plan(profile, overrides, ablation=True, all_clips=all_clips)
+    return load_records(record_folders(shards))
+
+
+RecordsOption = Annotated[
+    str | None, typer.Option("--profile", help="a run's records; the tracked pocket ones without")
+]
+
+
+@app.command()
+def figures(
+    profile: RecordsOption = None,
+    set_: SetOption = None,
+    all_clips: AllOption = False,
+    publish: Annotated[bool, typer.Option(help="also replace the tracked pocket records")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Draw every table and figure: tracked records into figures/pocket, a run's into figures/latest."""
+    from vflash_analysis.publish import publish as publish_run
+    from vflash_analysis.results.report import build_results
+
+    overrides = _overrides(set_)
+    if publish and (profile != "pocket" or overrides):
+        raise InputError("--publish: allowed with --profile pocket and no --set")
+    if publish:
+        ablation = all(s.done for s in stages.plan("pocket", ablation=True, all_clips=all_clips))
+        written = publish_run(stages.plan("pocket", ablation=ablation, all_clips=all_clips))
+    else:
+        samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
+        written = build_results(_records(profile, overrides, all_clips), n_samples=samples)
+    names = [paths.relative_to_root(path) for path in written]
+    folders = sorted({name.rpartition("/")[0] for name in names})
+    print(f"{len(names)} files in {', '.join(folders)}")
+    _say({"files": names}, as_json)
+
+
+@app.command()
+def report(
+    profile: RecordsOption = None,
+    set_: SetOption = None,
+    table: Annotated[str, typer.Option(help="a table's stem")] = "T9_beside_paper",
+    as_json: JsonOption = False,
+) -> None:
+    """Print a table: ours beside the published numbers unless another is named."""
+    from rich.markdown import Markdown
+
+    from vflash_analysis.results.report import make_table
+    from vflash_analysis.results.sources import Bootstrap
+    from vflash_analysis.results.write import markdown
+
+    overrides = _overrides(set_)
+    samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
+    made = make_table(table, _records(profile, overrides), Bootstrap(n_samples=samples))
+    Console().print(Markdown(markdown(made)))
+    _say({"table": made.stem, "rows": json.loads(made.frame.to_json(orient="records"))}, as_json)
+
+
+@app.command()
+def demo(
+    profile: RecordsOption = None,
+    set_: SetOption = None,
+    clip: Annotated[str | None, typer.Option(help="a clip_id; the longest text without")] = None,
+    slower: Annotated[float, typer.Option(help="times slower than recorded", min=0.1)] = 4.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Play one recorded clip side by side: autoregressive decoding and Tree-60."""
+    from vflash_analysis import demo as player
+
+    shown = player.pick(_records(profile, _overrides(set_)), clip, ("ar", "tree60"))
+    player.play(shown, slower, Console())
+    speedup = shown[0].decode_s / shown[1].decode_s
+    print(f"same text: {shown[0].text == shown[1].text}; decode time ratio {speedup:.2f}")
+    _say({one.method: {"decode_s": one.decode_s, "text": one.text} for one in shown}, as_json)
+
+
+def main() -> None:
+    """Run the command line; bad input is one line and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        print(f"vflash: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

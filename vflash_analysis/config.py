@@ -1,0 +1,314 @@
+"""Settings: one frozen dataclass per stage, read strictly from `data/profiles/<name>.yaml`.
+
+A profile sets every size. Any value can be overridden by its dotted name (`--set training.steps=300`
+or `overrides = {"training.steps": 300}` in a notebook). Unknown, missing, mistyped and out-of-range
+values are refused by name before anything starts. Values are JSON types only. Paths of a machine
+come from `VFLASH_TARGET`, `VFLASH_DATA` or an ignored `local.yaml` and are never part of a profile.
+
+Defaults serve code that builds settings by hand; a profile file states every value.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from vflash_analysis import paths
+from vflash_analysis.errors import InputError
+from vflash_analysis.strict import Bounds, apply_overrides, build, read_yaml, shown
+
+BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
+TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
+
+Objective = Literal["self_reveal", "mask_only", "true_reveal", "wrong_reveal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetSettings:
+    """The frozen video language model."""
+
+    source: str | None  # folder relative to the checkout, "tiny", or null: VFLASH_TARGET decides
+    revision: str = ""
+    dtype: Literal["float32", "bfloat16", "float64"]
+    attention: Literal["vflash", "sdpa", "eager"] = "vflash"
+    device: Literal["cpu", "cuda"]
+    compile: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSettings:
+    """Which clips are made or listed, and how their frames are read."""
+
+    source: Literal["pocket", "suites"]
+    benchmarks: tuple[Literal["VDC", "Video-MME", "MVBench", "MLVU", "LVB"], ...]
+    num_frames: Annotated[int, Bounds(1, 4096)]
+    reader: Literal["decord", "pyav"] = "decord"
+    read_timeout_s: Annotated[float, Bounds(0.1, 3600)] = 60.0
+    on_bad_clip: Literal["skip", "fail"] = "skip"
+    clips_per_suite: Annotated[int, Bounds(1)]  # per benchmark and sample seed
+    clips_per_suite_all: Annotated[int, Bounds(1)]  # the same under --all; so many are prepared
+    sample_seeds: tuple[int, ...]
+    training_clips: Annotated[int, Bounds(1)]
+    validation_clips: Annotated[int, Bounds(1)]
+    target_training_clips: Annotated[int, Bounds(0)]
+    target_evaluation_clips: Annotated[int, Bounds(0)]
+    training_list: str | None = (
+        None  # a JSONL of video + prompt under VFLASH_DATA; null: the source's own
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinuationSettings:
+    """The target's own greedy texts, which the drafter learns from."""
+
+    max_new_tokens: Annotated[int, Bounds(1, 8192)]
+    states: Literal["stored", "recomputed"] = "stored"  # 0.7 GB a clip at 25k context: recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterSettings:
+    """Shape of the drafter; hidden sizes are copied from the target's text config."""
+
+    source: str | None = None  # a trained drafter's folder, used instead of training one
+    num_hidden_layers: Annotated[int, Bounds(1, 64)] = 4
+    block_size: Annotated[int, Bounds(2, 16)] = 16
+    num_tapped_layers: Annotated[int, Bounds(1, 64)] = 4
+    intermediate_size: Annotated[int, Bounds(1)] | None = None  # null: the target's
+    context: Literal["all", "text_only"] | float = (
+        "all"  # a number keeps that fraction of video positions
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One training run of a drafter (the method's equations are in `training/objectives.py`)."""
+
+    objective: Objective = "self_reveal"
+    train_seed: Annotated[int, Bounds(0)] = 0
+    steps: Annotated[int, Bounds(1)]
+    clips_per_step: Annotated[int, Bounds(1)]
+    anchors_per_clip: Annotated[int, Bounds(1)]
+    gamma: Annotated[float, Bounds(1e-3)] = 7.0  # slot weights exp(-(k-1)/gamma)
+    lambda_flow: Annotated[float, Bounds(0)] = 1.0
+    ramp_fraction: Annotated[float, Bounds(0, 1)] = 0.1
+    revealed_weight: Annotated[float, Bounds(0)] = 1.0  # lambda_rev
+    reveal_order: Literal["confidence", "random"] = "confidence"
+    max_reveal_rounds: Annotated[int, Bounds(1, 15)] = 3
+    learning_rate: Annotated[float, Bounds(1e-9, 1)]
+    warmup_fraction: Annotated[float, Bounds(0, 1)] = 0.04
+    weight_decay: Annotated[float, Bounds(0, 1)] = 0.0
+    grad_clip: Annotated[float, Bounds(1e-6)] = 1.0
+    checkpoint_every: Annotated[int, Bounds(1)]
+    evaluate_every: Annotated[int, Bounds(1)]
+    training_clips: Annotated[int, Bounds(1)]  # how many continuations are used: the data-size axis
+    anchor_clips: Annotated[int, Bounds(1)] = 60  # suite clips at whose every anchor it is scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings:
+    """How the methods decode."""
+
+    methods: tuple[str, ...]
+    max_new_tokens: Annotated[int, Bounds(1, 8192)]
+    tree_nodes: Annotated[int, Bounds(1, 512)] = 60
+    spine_first: bool = False
+    draft_rounds: Annotated[int, Bounds(1, 15)] = 1
+    warmup_clips: Annotated[int, Bounds(0)] = 1
+    ban_special_ids: bool = True
+    repeats: Annotated[int, Bounds(1)] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationSettings:
+    """The arms of the objective comparison, each trained at every budget (`--ablation`)."""
+
+    arms: tuple[
+        Literal[
+            "self_reveal",
+            "mask_only",
+            "true_reveal",
+            "wrong_reveal",
+            "self_reveal_rev0",
+            "mask_only_2x",
+        ],
+        ...,
+    ]
+    budgets: tuple[int, ...]  # training steps, each with its own full schedule
+    train_seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Every setting of a run."""
+
+    name: str
+    target: TargetSettings
+    clips: ClipSettings
+    continuations: ContinuationSettings
+    drafter: DrafterSettings
+    training: TrainSettings
+    decode: DecodeSettings
+    ablation: AblationSettings
+    train_seeds: tuple[int, ...]
+    objectives: tuple[Objective, ...]
+    bootstrap_samples: Annotated[int, Bounds(1, 1_000_000)]
+
+
+# What an arm changes in the training settings; "_2x" spends mask_only's spare compute on blocks.
+ARMS: Mapping[str, Mapping[str, Any]] = {
+    "self_reveal": {"objective": "self_reveal"},
+    "mask_only": {"objective": "mask_only"},
+    "true_reveal": {"objective": "true_reveal"},
+    "wrong_reveal": {"objective": "wrong_reveal"},
+    "self_reveal_rev0": {"objective": "self_reveal", "revealed_weight": 0.0},
+    "mask_only_2x": {"objective": "mask_only", "anchors_factor": 2},
+}
+
+
+def arm_settings(base: TrainSettings, arm: str, steps: int, train_seed: int) -> TrainSettings:
+    """Training settings of one arm at one budget and seed.
+
+    Raises:
+        InputError: `arm` is none of `ARMS`.
+    """
+    if arm not in ARMS:
+        raise InputError(f"arm: found {arm!r}, allowed: {', '.join(ARMS)}")
+    changes = dict(ARMS[arm])
+    factor = changes.pop("anchors_factor", 1)
+    return dataclasses.replace(
+        base,
+        steps=steps,
+        train_seed=train_seed,
+        anchors_per_clip=base.anchors_per_clip * factor,
+        **changes,
+    )
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles in `data/profiles`, sorted."""
+    return tuple(sorted(path.stem for path in paths.PROFILES.glob("*.yaml")))
+
+
+def load_profile(name: str, overrides: Mapping[str, Any] | None = None) -> Profile:
+    """Read a profile and apply overrides.
+
+    Args:
+        name: stem of a file in `data/profiles`.
+        overrides: dotted name to value.
+
+    Raises:
+        InputError: one line that names the setting, what was found and what is allowed.
+    """
+    if name not in profile_names():
+        raise InputError(f"profile: found {name!r}, allowed: {', '.join(profile_names())}")
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise InputError(
+            f"overrides: found {shown(overrides)}, allowed: a mapping such as "
+            '{"training.steps": 300}'
+        )
+    path = paths.PROFILES / f"{name}.yaml"
+    profile = build_profile(apply_overrides(read_yaml(path), overrides or {}))
+    if profile.name != name:
+        raise InputError(f"name: found {profile.name!r} in {name}.yaml, allowed: {name!r}")
+    return profile
+
+
+def build_profile(values: Mapping[str, Any]) -> Profile:
+    """Build a profile from nested values and check what no single field can show.
+
+    Raises:
+        InputError: one line that names the setting, what was found and what is allowed.
+    """
+    profile: Profile = build(Profile, values)
+    clips, training, drafter = profile.clips, profile.training, profile.drafter
+    if "ar" not in profile.decode.methods:
+        raise InputError(
+            f'decode.methods: found {shown(profile.decode.methods)}, allowed: a list with "ar", '
+            "the baseline of every speed-up"
+        )
+    if clips.clips_per_suite > clips.clips_per_suite_all:
+        raise InputError(
+            f"clips.clips_per_suite: found {clips.clips_per_suite}, allowed: at most "
+            f"clips.clips_per_suite_all ({clips.clips_per_suite_all})"
+        )
+    if training.training_clips > clips.training_clips:
+        raise InputError(
+            f"training.training_clips: found {training.training_clips}, allowed: at most "
+            f"clips.training_clips ({clips.training_clips})"
+        )
+    if isinstance(drafter.context, float) and not 0 <= drafter.context <= 1:
+        raise InputError(f"drafter.context: found {drafter.context}, allowed: 0 to 1")
+    for label, numbers, low in (
+        ("clips.sample_seeds", clips.sample_seeds, 0),
+        ("train_seeds", profile.train_seeds, 0),
+        ("ablation.train_seeds", profile.ablation.train_seeds, 0),
+        ("ablation.budgets", profile.ablation.budgets, 1),
+    ):
+        if min(numbers) < low:
+            raise InputError(f"{label}: found {shown(numbers)}, allowed: items from {low} up")
+    return profile
+
+
+def to_json(settings: Any) -> Any:
+    """A dataclass of settings as plain JSON types (tuples become lists)."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def local_paths() -> dict[str, Path]:
+    """Folders of this machine: `target` and `data`, from the environment, else `local.yaml`.
+
+    Raises:
+        InputError: `local.yaml` has another key or a value that is no text.
+    """
+    found: dict[str, Path] = {}
+    file = paths.ROOT / "local.yaml"
+    if file.is_file():
+        for key, value in read_yaml(file).items():
+            if key not in ("target", "data"):
+                raise InputError(f"local.yaml: {key}: unknown setting, allowed: target, data")
+            if not isinstance(value, str):
+                raise InputError(f"local.yaml: {key}: found {shown(value)}, allowed: a path")
+            found[key] = Path(value).expanduser()
+    for key, variable in (("target", "VFLASH_TARGET"), ("data", "VFLASH_DATA")):
+        if os.environ.get(variable):
+            found[key] = Path(os.environ[variable]).expanduser()
+    return found
+
+
+def target_folder(settings: TargetSettings) -> Path:
+    """The folder that holds the target's weights.
+
+    Raises:
+        InputError: the profile leaves the folder to this machine, which names none; or the target is
+            one that the target stage builds.
+    """
+    if settings.source == TINY_TARGET:
+        raise InputError(
+            'target.source: "tiny" is built by the target stage and has no fixed folder'
+        )
+    if settings.source is not None:
+        return paths.ROOT / settings.source
+    folder = local_paths().get("target")
+    if folder is None:
+        raise InputError(
+            "target.source: null leaves the folder to this machine; set VFLASH_TARGET or `target:` in "
+            "local.yaml to the checkpoint's folder"
+        )
+    return folder
+
+
+def data_folder() -> Path:
+    """The folder that holds the real suites' videos (`VFLASH_DATA` or `data:` in `local.yaml`).
+
+    Raises:
+        InputError: this machine names none.
+    """
+    folder = local_paths().get("data")
+    if folder is None:
+        raise InputError(
+            "VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"
+        )
+    return folder

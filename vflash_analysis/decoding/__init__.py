@@ -1,0 +1,1 @@
+"""Lossless greedy decoding: one loop, one tree, one file per method family."""

@@ -1,0 +1,297 @@
+"""One clip decoded by every method of a plan from one prefill, as record rows.
+
+The prompt and the video go through the target once; the cache is truncated back to the prompt
+before every decode, so all methods start from the same contents. A method that fails costs its own
+rows; a clip that cannot be read gives rows with its reason and nothing measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vflash_analysis.clips.lists import Clip
+from vflash_analysis.clips.read import ClipError
+from vflash_analysis.config import DecodeSettings
+from vflash_analysis.decoding.huggingface import OutsideGeneration, generate_outside
+from vflash_analysis.decoding.loop import Cycle, Generation, decode
+from vflash_analysis.decoding.lossless import ExactLogits, judge
+from vflash_analysis.decoding.plan import Planned
+from vflash_analysis.decoding.timing import device_label
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
+from vflash_analysis.model.target import Prefill, Target
+from vflash_analysis.records import CYCLES, GENERATIONS, blank_row, sha256_of_file
+
+WARMUP = -1  # `repeat` of a decode that only warms up
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What the rows of a shard share beside the settings.
+
+    Attributes:
+        run_id, profile: identity of the run.
+        sample_seed: which clips were drawn.
+        num_frames: frames read from every clip.
+        on_bad_clip: "skip" records a clip's failure and goes on, "fail" raises it.
+    """
+
+    run_id: str
+    profile: str
+    sample_seed: int
+    num_frames: int
+    on_bad_clip: str = "skip"
+
+
+def select_taps(
+    tapped: torch.Tensor, held: Sequence[int], wanted: Sequence[int]
+) -> torch.Tensor | None:
+    """The states of some of the tapped layers.
+
+    Args:
+        tapped: (P, len(held) * H) states of layers `held`, side by side.
+        held: layer ids in `tapped`.
+        wanted: layer ids to take, all of them in `held`.
+
+    Returns:
+        (P, len(wanted) * H), `tapped` itself where nothing is left out, None for no layers.
+    """
+    if not wanted:
+        return None
+    if tuple(wanted) == tuple(held):
+        return tapped
+    places = [list(held).index(layer_id) for layer_id in wanted]
+    by_layer = tapped.view(tapped.shape[0], len(held), -1)  # (P, layers, H)
+    return by_layer[:, places].flatten(1)
+
+
+def reason_of(error: Exception) -> str:
+    """One line for a failed row's `reason`."""
+    if isinstance(error, ClipError):
+        return f"{error.reason}: {error.detail}"
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out_of_memory: {str(error).splitlines()[0]}"
+    return str(error)
+
+
+class ClipDecoder:
+    """Turns clips into GENERATIONS and CYCLES rows.
+
+    Args:
+        target: the target.
+        planned: decodes of every clip, in the order for the first clip.
+        reader: reads frames (`clips.read.FrameReader`).
+        settings: cap, repeats.
+        facts: what all rows share.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        planned: Sequence[Planned],
+        reader: Any,
+        settings: DecodeSettings,
+        facts: ShardFacts,
+    ) -> None:
+        self._target, self._planned, self._reader = target, list(planned), reader
+        self._settings, self._facts = settings, facts
+        methods = [one.method for one in self._planned if one.method is not None]
+        self._taps = sorted({layer for method in methods for layer in method.tap_layer_ids})
+        self._verify_rows = max([VERIFY_ROWS, *(m.max_draft_tokens + 1 for m in methods)])
+        self._exact = ExactLogits(target)
+        self._shared = {
+            "run_id": facts.run_id,
+            "profile": facts.profile,
+            "target": Path(target.source).name,
+            "target_revision": (
+                f"sha256:{target.source_sha256[:16]}"
+                if target.revision in ("", "local")
+                else target.revision
+            ),
+            "sample_seed": facts.sample_seed,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "attention": target.attention,
+            "device": device_label(target.device),
+            "frames_requested": facts.num_frames,
+        }
+
+    def order(self, turn: int) -> list[Planned]:
+        """The plan rotated by `turn`: no method always runs first, on a cold or a hot machine."""
+        shift = turn % len(self._planned)
+        return self._planned[shift:] + self._planned[:shift]
+
+    def decode(self, clip: Clip, turn: int, warm_up: bool) -> tuple[list[Row], list[Row]]:
+        """All rows of one clip.
+
+        Args:
+            clip: the clip.
+            turn: its number in the suite, which rotates the order of methods.
+            warm_up: decode once more beforehand, in rows flagged `warmup` (`repeat` -1).
+
+        Returns:
+            GENERATIONS rows and CYCLES rows.
+
+        Raises:
+            InputError: the clip fails and `on_bad_clip` is "fail".
+        """
+        repeats = ([WARMUP] if warm_up else []) + list(range(self._settings.repeats))
+        try:
+            read = self._reader.read(clip.path, self._facts.num_frames)
+            prompt = self._prompt(clip, read)
+            generations: list[Row] = []
+            cycles: list[Row] = []
+            for repeat in repeats:
+                if repeat <= 0:  # afresh after the warm-up, whose own prefill was a cold one
+                    cache, prefill = self._prefill(*prompt[:2])
+                for planned in self.order(turn + max(repeat, 0)):
+                    row, own_cycles = self._row(clip, planned, repeat, prompt, cache, prefill)
+                    generations.append(row)
+                    cycles += own_cycles
+            self._judge(generations, prompt, cache)
+        except (InputError, torch.OutOfMemoryError) as error:
+            if self._facts.on_bad_clip == "fail":
+                raise InputError(f"clip {clip.clip_id}: {reason_of(error)}") from error
+            return [
+                self._failed(clip, planned, repeat, reason_of(error))
+                for repeat in repeats
+                for planned in self._planned
+            ], []
+        return generations, cycles
+
+    def _prompt(self, clip: Clip, read: Any) -> tuple[torch.Tensor, torch.Tensor, Row]:
+        """Prompt ids, pixel values and the columns that describe what was read."""
+        target = self._target
+        input_ids = target.build_prompt(clip.prompt, len(read.frames))
+        measured = {
+            "video_sha256": sha256_of_file(clip.path),
+            "prompt_tokens": len(input_ids),
+            "video_tokens": int((input_ids == target.video_token_id).sum()),
+            "frames_used": len(read.frames) - read.info.n_repeated,
+            "reader": f"{read.info.reader} {read.info.reader_version}",
+            "prompt_sha256": hashlib.sha256(clip.prompt.encode()).hexdigest(),
+            "template_sha256": target.template_sha256,
+            "frame_read_s": read.seconds,
+        }
+        return input_ids, target.prepare_frames(torch.from_numpy(read.frames)), measured
+
+    def _prefill(
+        self, input_ids: torch.Tensor, pixel_values: torch.Tensor
+    ) -> tuple[KVCache, Prefill]:
+        cache = self._target.new_cache(
+            len(input_ids), self._settings.max_new_tokens, self._verify_rows
+        )
+        return cache, self._target.prefill(input_ids, pixel_values, cache, self._taps)
+
+    def _identity(self, clip: Clip, planned: Planned, repeat: int) -> Row:
+        return self._shared | {
+            "clip_id": clip.clip_id,
+            "benchmark": clip.benchmark,
+            "method": planned.name,
+            "setting": planned.setting,
+            "drafter_sha256": planned.drafter_sha256,
+            "drafter": planned.drafter,
+            "objective": planned.objective,
+            "train_seed": planned.train_seed,
+            "repeat": repeat,
+            "warmup": repeat == WARMUP,
+        }
+
+    def _failed(self, clip: Clip, planned: Planned, repeat: int, reason: str) -> Row:
+        identity = self._identity(clip, planned, repeat)
+        return blank_row(GENERATIONS) | identity | {"status": "failed", "reason": reason}
+
+    def _row(
+        self,
+        clip: Clip,
+        planned: Planned,
+        repeat: int,
+        prompt: tuple[torch.Tensor, torch.Tensor, Row],
+        cache: KVCache,
+        prefill: Prefill,
+    ) -> tuple[Row, list[Row]]:
+        """One decode; its failure is its own, unless the profile says to stop."""
+        try:
+            found = self._run(planned, prompt[0], prompt[1], cache, prefill)
+        except (InputError, torch.OutOfMemoryError) as error:
+            if self._facts.on_bad_clip == "fail":
+                raise
+            return self._failed(clip, planned, repeat, reason_of(error)), []
+        ids = np.asarray(found.token_ids, dtype=np.int32)
+        row = blank_row(GENERATIONS) | self._identity(clip, planned, repeat) | prompt[2]
+        row |= {
+            "new_tokens": len(found.token_ids),
+            "stop_reason": found.stop_reason,
+            "verify_calls": found.verify_calls,
+            "draft_calls": found.draft_calls,
+            "decode_s": found.decode_s,
+            "text": self._target.tokenizer.decode(found.token_ids, skip_special_tokens=True),
+            "token_ids": found.token_ids,
+            "output_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
+            "status": "ok",
+        }
+        if isinstance(found, OutsideGeneration):
+            return row | {"prefill_s": found.prefill_s}, []
+        row |= {
+            "vision_s": prefill.vision_s,
+            "prefill_s": prefill.prefill_s,
+            "context_projection_s": found.context_projection_s,
+        }
+        key = {name: row[name] for name in CYCLES.columns if name in row}
+        return row, [cycle_row(key, number, c) for number, c in enumerate(found.cycles)]
+
+    def _run(
+        self,
+        planned: Planned,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor,
+        cache: KVCache,
+        prefill: Prefill,
+    ) -> Generation | OutsideGeneration:
+        cap = self._settings.max_new_tokens
+        if planned.method is None:
+            return generate_outside(self._target, input_ids, pixel_values, cap, planned.network)
+        cache.truncate(len(input_ids))
+        if prefill.tapped is not None:
+            wanted = planned.method.tap_layer_ids
+            prefill = replace(prefill, tapped=select_taps(prefill.tapped, self._taps, wanted))
+        return decode(self._target, input_ids, prefill, cache, planned.method, cap)
+
+    def _judge(
+        self,
+        rows: list[Row],
+        prompt: tuple[torch.Tensor, torch.Tensor, Row],
+        cache: KVCache,
+    ) -> None:
+        """Fills in how each text compares with the first measured plain greedy one."""
+        input_ids, pixel_values, _ = prompt
+        plain = [r for r in rows if (r["method"], r["setting"], r["repeat"]) == ("ar", "", 0)]
+        if not plain or plain[0]["status"] != "ok":
+            return
+        reference = plain[0]["token_ids"]
+
+        def exact(prefix: Sequence[int]) -> torch.Tensor:
+            return self._exact.after(input_ids, pixel_values, prefix)
+
+        for row in rows:
+            if row is plain[0] or row["status"] != "ok":
+                continue
+            found = judge(self._target, cache, len(input_ids), row["token_ids"], reference, exact)
+            row["identical_to_ar"] = found is None
+            if found is not None:
+                row["first_divergence"] = found.position
+                row["divergence_gap"] = found.gap
+                row["divergence_kind"] = found.kind
+
+
+def cycle_row(key: Row, number: int, cycle: Cycle) -> Row:
+    """A CYCLES row of one cycle under its generation's key."""
+    return blank_row(CYCLES) | key | vars(cycle) | {"cycle": number}

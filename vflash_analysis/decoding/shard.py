@@ -1,0 +1,184 @@
+"""One suite and one sample seed, decoded by every method: what notebook 50 runs.
+
+    decode_shard(target, drafters, clips, reader, settings.decode, stage.folder, facts)
+
+Clip by clip, all methods from one prefill. The rows of a clip are written together when it is done,
+so a killed run resumes at the next clip; the tables are merged at the end. Hugging Face's own
+loops run in the same pass where `decode.methods` names `hf_generate` or `hf_dflash`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vflash_analysis.clips.lists import Clip
+from vflash_analysis.config import DecodeSettings
+from vflash_analysis.decoding.clip import WARMUP, ClipDecoder, Row, ShardFacts
+from vflash_analysis.decoding.lossless import NEAR_TIE, check_lossless
+from vflash_analysis.decoding.plan import Planned, plan_methods
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.target import Target
+from vflash_analysis.records import (
+    CYCLES,
+    GENERATIONS,
+    merge_parts,
+    part_path,
+    read_records,
+    write_part,
+)
+from vflash_analysis.training.progress import Progress
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """What a shard came to.
+
+    Attributes:
+        n_clips: planned clips. n_failed_clips: those with no usable text at all.
+        n_rows: measured texts. n_failed_rows: decodes that failed.
+        n_compared: texts compared with plain greedy decoding. n_identical: equal ones.
+        n_near_ties: differences that rounding explains.
+        seconds: of this call; clips done before are not in it.
+    """
+
+    n_clips: int
+    n_failed_clips: int
+    n_rows: int
+    n_failed_rows: int
+    n_compared: int
+    n_identical: int
+    n_near_ties: int
+    seconds: float
+
+
+def decode_shard(
+    target: Target,
+    drafters: Mapping[str, Path],
+    clips: Sequence[Clip],
+    reader: Any,
+    settings: DecodeSettings,
+    out_folder: str | Path,
+    facts: ShardFacts,
+    log: Callable[[str], None] = print,
+) -> ShardResult:
+    """Decode clips with every method and write `generations.parquet` and `cycles.parquet`.
+
+    The first `warmup_clips` clips of every call are decoded once more beforehand, by all methods,
+    in rows flagged `warmup`: after a resume the machine is cold again. Failed clips are tried again
+    when the call is repeated.
+
+    Args:
+        target: the target.
+        drafters: name -> folder; a method that needs a drafter runs with each of its type.
+        clips: of one suite and sample seed.
+        reader: reads frames (`clips.read.FrameReader`).
+        settings: methods, cap, tree, warm-up, repeats.
+        out_folder: gets the tables; parts of finished clips under `parts/`.
+        facts: run id, profile, sample seed, frames, what to do with bad clips.
+        log: prints one line.
+
+    Raises:
+        InputError: wrong settings; a bad clip under "fail"; no clip that could be decoded.
+        LosslessError: a float32 or float64 text that is not the greedy one; the tables are written.
+    """
+    if not clips:
+        raise InputError("decode: found no clips")
+    begun = time.perf_counter()
+    out_folder = Path(out_folder)
+    planned = plan_methods(target, drafters, settings)
+    decoder = ClipDecoder(target, planned, reader, settings, facts)
+    waiting = [
+        (turn, clip)
+        for turn, clip in enumerate(clips)
+        if not _is_finished(out_folder, clip, planned, settings, facts)
+    ]
+    done = len(clips) - len(waiting)
+    if done:
+        log(f"{clips[0].benchmark}: {done} of {len(clips)} clips were decoded before")
+    progress = Progress("clip", len(clips), done, log, every_s=0.0)
+    for number, (turn, clip) in enumerate(waiting):
+        generations, cycles = decoder.decode(clip, turn, warm_up=number < settings.warmup_clips)
+        # The generations are written last: they are what says that a clip is finished.
+        write_part(out_folder, CYCLES, clip.clip_id, cycles)
+        write_part(out_folder, GENERATIONS, clip.clip_id, generations)
+        progress.update(done + number + 1, f"{clip.clip_id}: {summary(generations)}")
+    ids = [clip.clip_id for clip in clips]
+    merge_parts(out_folder, CYCLES, ids)
+    merge_parts(out_folder, GENERATIONS, ids)
+    return _conclude(target, out_folder, time.perf_counter() - begun, log)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """A clip's result in one line: ms per token by method, or why it failed."""
+    measured = [r for r in rows if not r["warmup"] and r["repeat"] == 0]
+    times = []
+    for row in measured:
+        label = ":".join(filter(None, (row["method"], row["setting"])))
+        label += f" ({row['drafter']})" if row["drafter"] else ""
+        if row["status"] != "ok":
+            times.append(f"{label} failed")
+        elif row["new_tokens"] > 1:
+            times.append(f"{label} {1000 * row['decode_s'] / (row['new_tokens'] - 1):.2f}")
+    reasons = {row["reason"] for row in rows if row["status"] != "ok"}
+    told = f"; failed: {'; '.join(sorted(reasons))}" if reasons else ""
+    return (f"ms/token {', '.join(times)}" if times else "no time to tell") + told
+
+
+def _is_finished(
+    folder: Path,
+    clip: Clip,
+    planned: Sequence[Planned],
+    settings: DecodeSettings,
+    facts: ShardFacts,
+) -> bool:
+    """Whether a clip's parts hold exactly this plan's decodes, all successful."""
+    paths = [part_path(folder, schema, clip.clip_id) for schema in (CYCLES, GENERATIONS)]
+    if not all(path.is_file() for path in paths):
+        return False
+    try:
+        rows = read_records(paths[1], GENERATIONS)
+    except InputError:  # written by an older version
+        return False
+    keys = zip(rows["method"], rows["setting"], rows["drafter_sha256"], rows["repeat"], strict=True)
+    found = sorted(key for key in keys if key[3] != WARMUP)
+    wanted = sorted((*one.key, repeat) for one in planned for repeat in range(settings.repeats))
+    return (
+        found == wanted and set(rows["status"]) == {"ok"} and set(rows["run_id"]) == {facts.run_id}
+    )
+
+
+def _conclude(
+    target: Target, folder: Path, seconds: float, log: Callable[[str], None]
+) -> ShardResult:
+    """Counts over the merged table, the losslessness check, and a last line."""
+    rows = read_records(folder / f"{GENERATIONS.name}.parquet", GENERATIONS)
+    measured = rows.loc[~rows["warmup"]]
+    ok = measured.loc[measured["status"] == "ok"]
+    compared = ok.loc[ok["identical_to_ar"].notna()]
+    result = ShardResult(
+        n_clips=measured["clip_id"].nunique(),
+        n_failed_clips=measured["clip_id"].nunique() - ok["clip_id"].nunique(),
+        n_rows=len(measured),
+        n_failed_rows=len(measured) - len(ok),
+        n_compared=len(compared),
+        n_identical=int(compared["identical_to_ar"].sum()),
+        n_near_ties=int((compared["divergence_kind"] == NEAR_TIE).sum()),
+        seconds=seconds,
+    )
+    log(
+        f"{result.n_clips - result.n_failed_clips} of {result.n_clips} clips decoded; "
+        f"{result.n_identical} of {result.n_compared} texts identical to greedy decoding, "
+        f"{result.n_near_ties} near ties; {result.n_failed_rows} of {result.n_rows} decodes failed"
+    )
+    if ok.empty:
+        first = measured.iloc[0]
+        raise InputError(
+            f"{first['benchmark']}: none of {result.n_clips} clips could be decoded; first: clip "
+            f"{first['clip_id']}: {first['reason']}"
+        )
+    check_lossless(target.dtype, rows)
+    return result

@@ -1,0 +1,194 @@
+"""What a run stands on: interpreter, packages, device, readers, disk; and what a manifest keeps.
+
+Nothing heavy is imported here: torch is asked only where it is loaded already or where the caller
+wants the device named. `vflash doctor` and the first notebook show the table.
+"""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis import config, paths
+from vflash_analysis.config import Profile
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import git_state, package_versions
+
+BASE = ("numpy", "pandas", "pyarrow", "scipy", "matplotlib", "seaborn", "pyyaml", "typer", "rich")
+TORCH = ("torch", "transformers", "accelerate", "safetensors", "tokenizers")
+READERS = ("decord", "eva-decord", "decord2", "av")
+NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")
+TRANSFORMERS_RANGE = ((5, 24), (5, 40))  # at least the first, below the second
+READER_THREADS = "OMP_NUM_THREADS"
+EOF_RETRY = "DECORD_EOF_RETRY_MAX"
+
+
+def installed() -> dict[str, str | None]:
+    """Version by distribution of everything that can change a result; None where absent."""
+    versions = package_versions((*BASE, *TORCH, *READERS, *NOTEBOOKS))
+    return versions | {"python": platform.python_version()}
+
+
+def locked_versions() -> dict[str, str]:
+    """Versions pinned in `requirements.lock`, by lower-case distribution name.
+
+    Raises:
+        InputError: the file is missing or a line is no exact pin.
+    """
+    path = paths.ROOT / "requirements.lock"
+    if not path.is_file():
+        raise InputError(f"{path.name}: no such file")
+    pins = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        name, equals, version = text.partition("==")
+        if not equals:
+            raise InputError(f"{path.name}: line {number}: found {text!r}, allowed: name==version")
+        pins[name.strip().lower().replace("_", "-")] = version.strip()
+    return pins
+
+
+def kernel_command() -> list[str] | None:
+    """The command that Jupyter's `python3` kernel starts; None when Jupyter is not installed."""
+    if importlib.util.find_spec("jupyter_client") is None:
+        return None
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    try:
+        return list(KernelSpecManager().get_kernel_spec("python3").argv)
+    except NoSuchKernel:
+        return None
+
+
+def _row(item: str, found: Any, wanted: str, ok: bool, note: str = "") -> dict[str, Any]:
+    shown = "missing" if found is None else str(found)
+    return {"item": item, "found": shown, "wanted": wanted, "ok": ok, "note": note}
+
+
+def _package_rows() -> list[dict[str, Any]]:
+    """Rows for the packages: base is required, the rest is needed by what its note names."""
+    found, locked = installed(), locked_versions()
+    rows = []
+    for group, names, need in (
+        ("base", BASE, "everything"),
+        ("torch", TORCH, "stages 20 to 50; tables and figures do without"),
+        ("notebooks", NOTEBOOKS, "notebooks and the runner"),
+    ):
+        for name in names:
+            version, pin = found[name], locked.get(name.lower(), "any")
+            note = f"extra [{group}]: {need}" if version is None else ""
+            if version and pin != "any" and version.split("+")[0] != pin:
+                note = "differs from requirements.lock"
+            rows.append(_row(name, version, pin, version is not None or group != "base", note))
+    return rows
+
+
+def transformers_fits(version: str) -> bool:
+    """Whether a transformers version lies in the range whose cache interface we speak."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return TRANSFORMERS_RANGE[0] <= numbers < TRANSFORMERS_RANGE[1]
+
+
+def _reader_rows() -> list[dict[str, Any]]:
+    found = package_versions(READERS)
+    usable = [name for name, version in found.items() if version]
+    shown = ", ".join(f"{name} {found[name]}" for name in usable) or None
+    note = "" if usable else "no reader of video files: install decord, eva-decord, decord2 or av"
+    return [
+        _row("frame readers", shown, " or ".join(READERS), bool(usable), note),
+        _row("num_threads", os.environ.get(READER_THREADS, "default"), "any", True, READER_THREADS),
+        _row("eof_retry", os.environ.get(EOF_RETRY, "default"), "any", True, EOF_RETRY),
+    ]
+
+
+def _device_rows(profile: Profile) -> list[dict[str, Any]]:
+    wanted = profile.target.device
+    if importlib.util.find_spec("torch") is None:
+        return [
+            _row("device", None, wanted, False, "torch is not installed: pip install -e .[torch]")
+        ]
+    import torch
+
+    cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name(0) if cuda else f"cpu, {os.cpu_count()} cores"
+    note = "" if cuda or wanted == "cpu" else "the profile wants a CUDA device"
+    rows = [_row("device", name, wanted, cuda or wanted == "cpu", note)]
+    return [*rows, _row("torch threads", torch.get_num_threads(), "any", True)]
+
+
+def _place_rows(profile: Profile) -> list[dict[str, Any]]:
+    """Rows for the folders of this machine, the disk and the kernel."""
+    rows = []
+    if profile.target.source != config.TINY_TARGET:
+        try:
+            folder = config.target_folder(profile.target)
+            there = (folder / "config.json").is_file()
+            note = "" if there else "no config.json there"
+            rows.append(_row("target", paths.relative_to_root(folder), "a checkpoint", there, note))
+        except InputError as error:
+            rows.append(_row("target", None, "a checkpoint", False, str(error)))
+    if profile.clips.source == "suites":
+        try:
+            folder = config.data_folder()
+            rows.append(_row("videos", str(folder), "a folder", folder.is_dir()))
+        except InputError as error:
+            rows.append(_row("videos", None, "a folder", False, str(error)))
+    free_gb = shutil.disk_usage(paths.ROOT).free / 1e9
+    rows.append(_row("free disk", f"{free_gb:.1f} GB", "2 GB or more", free_gb >= 2))
+    command = kernel_command()
+    ours = command is not None and Path(command[0]).name.startswith("python")
+    note = "" if ours else "pip install -e .[notebooks]"
+    rows.append(_row("kernel python3", command and command[0], "this interpreter", ours, note))
+    return rows
+
+
+def environment_table(profile: Profile) -> pd.DataFrame:
+    """What is there and what the profile wants: columns item, found, wanted, ok, note."""
+    wanted = ">=3.11"
+    rows = [_row("python", platform.python_version(), wanted, sys.version_info >= (3, 11))]
+    rows += _package_rows()
+    version = package_versions(["transformers"])["transformers"]
+    if version is not None and not transformers_fits(version):
+        low, high = (".".join(map(str, end)) for end in TRANSFORMERS_RANGE)
+        rows.append(_row("transformers range", version, f">={low},<{high}", False))
+    rows += [*_reader_rows(), *_device_rows(profile), *_place_rows(profile)]
+    return pd.DataFrame(rows)
+
+
+def is_editable() -> bool:
+    """Whether the package is installed with `pip install -e`."""
+    try:
+        text = metadata.distribution("vflash-analysis").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return False
+    return bool(text and json.loads(text).get("dir_info", {}).get("editable"))
+
+
+def machine() -> dict[str, Any]:
+    """Facts a manifest keeps: device, driver, threads, versions, commit and dirty flag.
+
+    The device is asked only when torch is loaded: a stage without torch ran on no device.
+    """
+    facts: dict[str, Any] = {
+        "device": "cpu",
+        "driver": None,
+        "threads": os.cpu_count(),
+        "platform": platform.platform(),
+        "versions": installed(),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        facts["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            facts["device"] = torch.cuda.get_device_name(0)
+            facts["driver"] = torch.version.cuda
+    return facts | git_state(paths.ROOT)

@@ -1,0 +1,130 @@
+"""One writer per run folder: a lock file that names its process.
+
+A second run in the same folder is refused with one line; the lock of a process that has died is
+taken over. The runner hands its lock to the notebook's kernel through `VFLASH_LOCK_TOKEN`.
+"""
+
+import json
+import os
+import socket
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from vflash_analysis import paths
+from vflash_analysis.errors import InputError
+
+LOCK_NAME = "LOCK"
+TOKEN_VARIABLE = "VFLASH_LOCK_TOKEN"
+
+
+def process_start(pid: int) -> str | None:
+    """When a process started, as the system counts it; None when that cannot be told.
+
+    Tells a process from a later one that was given the same number.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+def is_alive(pid: int, started: str | None) -> bool:
+    """Whether the process that had number `pid`, started at `started`, still runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it runs under another user
+    return started is None or process_start(pid) in (None, started)
+
+
+class FolderLock:
+    """The right to write into a run folder, held until `release`.
+
+    Args:
+        folder: the run folder; made when it is not there.
+
+    Raises:
+        InputError: another living process holds it; the line names the process and the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_NAME
+        self.token = uuid.uuid4().hex
+        self._owned = False
+        folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(5):
+            if self._try():
+                return
+            owner = self._owner()
+            if owner is None:
+                continue  # it vanished between the two looks
+            if owner.get("token") == os.environ.get(TOKEN_VARIABLE):
+                return  # our own runner holds it for us
+            if owner.get("host") != socket.gethostname() or is_alive(
+                int(owner.get("pid", 0)), owner.get("started")
+            ):
+                break
+            self._remove_stale(str(owner.get("token")))
+        owner = self._owner() or {}
+        raise InputError(
+            f"{paths.relative_to_root(folder)}: in use by process {owner.get('pid', '?')} on "
+            f"{owner.get('host', '?')} since {owner.get('since', '?')}; wait for it, or remove "
+            f"{LOCK_NAME} there if that process is gone"
+        )
+
+    def _try(self) -> bool:
+        """Create the lock file whole or not at all."""
+        pid = os.getpid()
+        owner = {
+            "pid": pid,
+            "started": process_start(pid),
+            "host": socket.gethostname(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "token": self.token,
+        }
+        draft = self.path.with_name(f".{LOCK_NAME}.{self.token}")
+        draft.write_text(json.dumps(owner))
+        try:
+            os.link(draft, self.path)
+        except FileExistsError:
+            return False
+        finally:
+            draft.unlink()
+        self._owned = True
+        return True
+
+    def _owner(self) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self.path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            return {}
+
+    def _remove_stale(self, token: str) -> None:
+        """Move a dead process's lock away; of several that try, one succeeds."""
+        aside = self.path.with_name(f".{LOCK_NAME}.{token}.stale")
+        try:
+            os.rename(self.path, aside)
+        except FileNotFoundError:
+            return
+        if json.loads(aside.read_text()).get("token") != token:  # a living process was quicker
+            os.rename(aside, self.path)
+        else:
+            aside.unlink()
+
+    def release(self) -> None:
+        """Give the folder up; does nothing for a lock that the runner holds for us."""
+        if self._owned:
+            self.path.unlink(missing_ok=True)
+            self._owned = False
+
+    def __enter__(self) -> "FolderLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

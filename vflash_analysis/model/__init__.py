@@ -1,0 +1,1 @@
+"""The frozen target, the drafter, their cache and their attention."""

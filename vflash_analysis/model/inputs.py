@@ -1,0 +1,224 @@
+"""From frames and a question to the target's inputs, in plain torch, as its files say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.source import read_json
+
+# Interpolation codes of preprocessor files (Pillow's) that a video model may ask for.
+RESAMPLING = {2: "bilinear", 3: "bicubic"}
+
+
+@dataclass(frozen=True)
+class FramePreprocessing:
+    """How frames become pixels: resize (antialiased), round to uint8, rescale, normalise."""
+
+    height: int
+    width: int
+    interpolation: str  # "bicubic" or "bilinear"
+    rescale_factor: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    file: str = "memory"
+
+
+def read_chat_template(folder: Path) -> tuple[str, str] | None:
+    """The processor's chat template and the file it came from; None when only the tokenizer's.
+
+    A processor's template knows video placeholders, the tokenizer's own often does not, so the
+    processor's files come first.
+    """
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8"), str(jinja)
+    for name in ("chat_template.json", "processor_config.json"):
+        path = folder / name
+        if path.is_file():
+            template = read_json(path).get("chat_template")
+            if isinstance(template, str):
+                return template, str(path)
+    return None
+
+
+def read_frame_preprocessing(folder: Path) -> FramePreprocessing:
+    """Frame settings of a checkpoint, from the file Hugging Face itself would read first.
+
+    Raises:
+        InputError: no preprocessor file, or a setting that is missing or not implemented.
+    """
+    nested = folder / "processor_config.json"
+    if nested.is_file():
+        settings = read_json(nested).get("video_processor")
+        if isinstance(settings, dict):
+            return parse_frame_preprocessing(settings, str(nested))
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        path = folder / name
+        if path.is_file():
+            return parse_frame_preprocessing(read_json(path), str(path))
+    raise InputError(f"{folder}: found no video_preprocessor_config.json for the frames")
+
+
+def parse_frame_preprocessing(settings: Mapping[str, Any], file: str) -> FramePreprocessing:
+    """Frame settings from a preprocessor's JSON object.
+
+    Args:
+        settings: the object.
+        file: where it came from, for messages.
+
+    Raises:
+        InputError: a setting is missing or asks for a step that is not implemented.
+    """
+    size = settings.get("size")
+    if not isinstance(size, Mapping) or not {"height", "width"} <= set(size):
+        raise InputError(f"{file}: size: found {size!r}, allowed: height and width")
+    for step in ("do_center_crop", "do_pad"):
+        if settings.get(step) and not (step == "do_pad" and size["height"] == size["width"]):
+            raise InputError(f"{file}: {step}: found true, allowed: false")
+    for step in ("do_resize", "do_rescale", "do_normalize"):
+        if settings.get(step, True) is not True:
+            raise InputError(f"{file}: {step}: found {settings[step]!r}, allowed: true")
+    resample = settings.get("resample", 3)
+    if resample not in RESAMPLING:
+        raise InputError(f"{file}: resample: found {resample!r}, allowed: {RESAMPLING}")
+    mean, std = settings.get("image_mean"), settings.get("image_std")
+    for name, values in (("image_mean", mean), ("image_std", std)):
+        if not isinstance(values, list) or len(values) != 3:
+            raise InputError(f"{file}: {name}: found {values!r}, allowed: three numbers")
+    assert mean is not None and std is not None
+    return FramePreprocessing(
+        height=int(size["height"]),
+        width=int(size["width"]),
+        interpolation=RESAMPLING[resample],
+        rescale_factor=float(settings.get("rescale_factor", 1 / 255)),
+        mean=tuple(float(value) for value in mean),
+        std=tuple(float(value) for value in std),
+        file=file,
+    )
+
+
+def pixel_values(
+    frames: torch.Tensor, settings: FramePreprocessing, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Turn uint8 frames into pixel values: resize, round to uint8, rescale, normalise.
+
+    Args:
+        frames: (T, H, W, 3) uint8, a tensor or an array.
+        settings: the checkpoint's.
+        dtype: of the result.
+        device: of the work and the result.
+
+    Returns:
+        (1, T, 3, height, width)
+
+    Raises:
+        InputError: other shapes or types, or no frame.
+    """
+    frames = torch.as_tensor(frames)
+    if frames.dtype != torch.uint8 or frames.dim() != 4 or frames.shape[-1] != 3 or not len(frames):
+        raise InputError(
+            f"frames: found {frames.dtype} {tuple(frames.shape)}, allowed: uint8 (T, H, W, 3), "
+            "T >= 1"
+        )
+    pixels = frames.to(device).permute(0, 3, 1, 2).to(torch.float32)  # (T, 3, H, W)
+    size = (settings.height, settings.width)
+    if pixels.shape[-2:] != size:
+        pixels = functional.interpolate(
+            pixels, size=size, mode=settings.interpolation, align_corners=False, antialias=True
+        )
+        pixels = pixels.round().clamp(0, 255)
+    mean = pixels.new_tensor(settings.mean).view(1, 3, 1, 1)
+    std = pixels.new_tensor(settings.std).view(1, 3, 1, 1)
+    return ((pixels * settings.rescale_factor - mean) / std).to(dtype)[None]
+
+
+def prompt_ids(
+    question: str,
+    video_tokens: int,
+    tokenizer: Any,
+    template: str,
+    template_file: str,
+    video_id: int,
+    image_id: int,
+) -> list[int]:
+    """Token ids of one user turn with a video and a question, ready for the answer.
+
+    Args:
+        question: the user's text.
+        video_tokens: placeholders that the template's single `<video>` becomes.
+        tokenizer: the target's.
+        template: chat template.
+        template_file: where it came from, for messages.
+        video_id: id of `<video>`.
+        image_id: id of `<image>`.
+
+    Raises:
+        InputError: the template, or a question that spells a placeholder, does not give exactly
+            one video placeholder and no image.
+    """
+    content = [{"type": "video"}, {"type": "text", "text": question}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}],
+        chat_template=template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    videos, images = ids.count(video_id), ids.count(image_id)
+    if videos != 1 or images:
+        raise InputError(
+            f"{template_file}: the chat template with this question gives {videos} video and "
+            f"{images} image placeholders, allowed: 1 video"
+        )
+    place = ids.index(video_id)
+    return ids[:place] + [video_id] * video_tokens + ids[place + 1 :]
+
+
+def check_placeholders(
+    input_ids: torch.Tensor,
+    pixels: torch.Tensor | None,
+    tokens_per_frame: int,
+    template_file: str,
+    video_id: int,
+    image_id: int,
+) -> None:
+    """Refuse ids and pixels that do not belong together.
+
+    Args:
+        input_ids: (P,)
+        pixels: (1, T, 3, S, S) or None.
+        tokens_per_frame: video tokens of one frame.
+        template_file: named in messages.
+        video_id: id of `<video>`.
+        image_id: id of `<image>`.
+
+    Raises:
+        InputError: placeholders without pixels (the model would silently run on the placeholder's
+            embedding), pixels without placeholders, or counts that differ.
+    """
+    video_tokens = int((input_ids == video_id).sum())
+    if bool((input_ids == image_id).any()):
+        raise InputError("prefill: found image placeholders, allowed: one video, no image")
+    if pixels is None:
+        if video_tokens:
+            raise InputError(
+                f"prefill: found {video_tokens} video placeholders but no pixel values, allowed: "
+                "both or neither"
+            )
+        return
+    if pixels.dim() != 5 or pixels.shape[0] != 1:
+        raise InputError(
+            f"prefill: found pixel values {tuple(pixels.shape)}, allowed: (1, T, 3, S, S)"
+        )
+    expected = pixels.shape[1] * tokens_per_frame + 1
+    if video_tokens != expected:
+        raise InputError(
+            f"prefill: found {video_tokens} video placeholders for {pixels.shape[1]} frames, "
+            f"allowed: {expected} ({tokens_per_frame} a frame and a newline); check the chat "
+            f"template of {template_file}"
+        )

@@ -1,0 +1,273 @@
+"""A target's folder on disk: what must be in it, checked before any weight is loaded.
+
+Only local folders in the standard Hugging Face layout are read: `config.json`,
+`generation_config.json`, `*.safetensors`, the tokenizer's files, a chat template, and the frame
+preprocessor's settings. Nothing here opens a socket.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vflash_analysis.errors import InputError
+
+# llava-hf/llava-onevision-qwen2-7b-ov-hf: text stack of Qwen2-7B, SigLIP vision tower.
+LLAVA_ONEVISION_7B_TEXT: Mapping[str, object] = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+}
+LLAVA_ONEVISION_7B_ROPE_THETA = 1e6
+LLAVA_ONEVISION_7B_TOKENS_PER_FRAME = 196
+
+_HEADER_LIMIT = 100_000_000  # safetensors refuses longer headers
+_SAMPLE_BYTES = 1 << 20
+_HASHED_WHOLE = 64 << 20
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One safetensors file: path, size in bytes, tensors and parameters it declares."""
+
+    path: Path
+    size: int
+    tensors: int
+    parameters: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        InputError: the file is missing, not JSON, or not an object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: file not found") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: found a JSON {type(content).__name__}, allowed: an object")
+    return content
+
+
+def check_safetensors(path: Path) -> WeightFile:
+    """Read a safetensors header and compare the size it declares with the file's.
+
+    Raises:
+        InputError: the file is missing, cut short, too long, or its header is not readable.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: file not found")
+    size = path.stat().st_size
+    if size < 8:
+        raise InputError(f"{path}: truncated safetensors file: {size} bytes, at least 8 expected")
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > _HEADER_LIMIT:
+            raise InputError(f"{path}: not a safetensors file: header of {header_bytes} bytes")
+        if size < 8 + header_bytes:
+            raise InputError(
+                f"{path}: truncated safetensors file: {size} bytes, the header alone needs "
+                f"{8 + header_bytes}"
+            )
+        try:
+            header = json.loads(file.read(header_bytes))
+            entries = [value for name, value in header.items() if name != "__metadata__"]
+            data_bytes = max((entry["data_offsets"][1] for entry in entries), default=0)
+            counts = [_product(entry["shape"]) for entry in entries]
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            raise InputError(
+                f"{path}: not a safetensors file: its header is not readable"
+            ) from None
+    expected = 8 + header_bytes + data_bytes
+    if size != expected:
+        state = "truncated" if size < expected else "too long"
+        raise InputError(f"{path}: {state} safetensors file: {size} bytes, {expected} expected")
+    return WeightFile(path, size, len(entries), sum(counts))
+
+
+def _product(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def weight_files(folder: Path) -> list[WeightFile]:
+    """Every safetensors file a folder's weights need, each checked by `check_safetensors`.
+
+    Raises:
+        InputError: no safetensors weights (other formats are named), or a damaged or missing one.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise InputError(f"{index}: found no weight_map")
+        return [check_safetensors(folder / name) for name in sorted(set(weight_map.values()))]
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [check_safetensors(single)]
+    others = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in {".gguf", ".bin", ".pt", ".pth", ".safetensors"}
+    )
+    found = ", ".join(others) if others else "no weight file"
+    raise InputError(f"{folder}: found {found}, allowed: model.safetensors or its sharded index")
+
+
+def check_folder(source: str | Path) -> Path:
+    """A target's local folder, with a config.
+
+    Raises:
+        InputError: no such folder (names on a hub are not resolved), or no config.json in it.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        raise InputError(f"{source}: not a local folder (nothing is downloaded; give a path)")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: found no config.json")
+    return folder
+
+
+def folder_sha256(folder: Path) -> str:
+    """Identity of a target: hash of its config, tokenizer and weights.
+
+    Files up to 64 MiB are hashed whole. Of a larger one the size and 64 evenly spaced MiB are
+    (header and first tensors included), so that a 16 GB checkpoint is identified in a second.
+    """
+    digest = hashlib.sha256()
+    names = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    for path in sorted(folder.iterdir()):
+        if path.name not in names and path.suffix != ".safetensors":
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _HASHED_WHOLE:
+                digest.update(file.read())
+                continue
+            for part in range(64):
+                file.seek((size - _SAMPLE_BYTES) * part // 63)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def folder_revision(folder: Path) -> str:
+    """Revision of a folder in a Hugging Face cache (`.../snapshots/<commit>`), else "local"."""
+    resolved = folder.resolve()
+    return resolved.name if resolved.parent.name == "snapshots" else "local"
+
+
+def rope_theta(text_config: Any) -> float | None:
+    """Rotary base of a text config, in its new or its old spelling."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None))
+    return None if theta is None else float(theta)
+
+
+def text_config_sha256(text_config: Any) -> str:
+    """Hash of what a drafter relies on in a target's text config (not dtype or file versions)."""
+    names = (
+        "model_type",
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    )
+    facts = {name: getattr(text_config, name, None) for name in names}
+    facts["rope_theta"] = rope_theta(text_config)
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def check_full_attention(text_config: Any) -> None:
+    """Refuse text stacks whose rollback would be silently wrong.
+
+    Raises:
+        InputError: sliding-window, recurrent or unknown layer types, by name.
+    """
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types is None:
+        layer_types = ["full_attention"]
+    wrong = sorted(set(layer_types) - {"full_attention"})
+    if wrong:
+        raise InputError(
+            f"target {text_config.model_type}: layer types {', '.join(wrong)} cannot be rolled "
+            "back after a rejected draft, allowed: full_attention"
+        )
+    if getattr(text_config, "use_sliding_window", False):
+        raise InputError(
+            f"target {text_config.model_type}: use_sliding_window is true, allowed: full_attention"
+        )
+    recurrent = [
+        name
+        for name in ("ssm_state_size", "mamba_d_state", "linear_num_key_heads", "rwkv_version")
+        if getattr(text_config, name, None) is not None
+    ]
+    if recurrent:
+        raise InputError(
+            f"target {text_config.model_type}: recurrent layers ({', '.join(recurrent)}) cannot be "
+            "rolled back, allowed: full_attention"
+        )
+    if not isinstance(getattr(text_config, "num_key_value_heads", None), int):
+        raise InputError(
+            f"target {text_config.model_type}: unknown attention layout, the text config has no "
+            "num_key_value_heads"
+        )
+
+
+def is_llava_onevision_7b(config: Any) -> bool:
+    """Whether a config claims to be the paper's target, by its text width."""
+    return (
+        config.model_type == "llava_onevision"
+        and config.get_text_config(decoder=True).hidden_size
+        == LLAVA_ONEVISION_7B_TEXT["hidden_size"]
+    )
+
+
+def check_llava_onevision_7b(config: Any, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Assert the facts that the published numbers rest on.
+
+    Args:
+        config: a `LlavaOnevisionConfig` of hidden size 3584.
+        mean: `image_mean` of the checkpoint's frame settings.
+        std: `image_std`.
+
+    Raises:
+        InputError: lists every fact that differs, found and expected.
+    """
+    text = config.get_text_config(decoder=True)
+    facts: list[tuple[str, object, object]] = [
+        (name, getattr(text, name, None), expected)
+        for name, expected in LLAVA_ONEVISION_7B_TEXT.items()
+    ]
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    facts += [
+        ("head_dim", head_dim, 128),
+        ("rope_theta", rope_theta(text), LLAVA_ONEVISION_7B_ROPE_THETA),
+        ("vision model_type", config.vision_config.model_type, "siglip_vision_model"),
+        ("tokens per frame", ((side + 1) // 2) ** 2, LLAVA_ONEVISION_7B_TOKENS_PER_FRAME),
+        ("image_mean", tuple(mean), (0.5, 0.5, 0.5)),
+        ("image_std", tuple(std), (0.5, 0.5, 0.5)),
+    ]
+    wrong = [
+        f"{name} {found} (expected {expected})"
+        for name, found, expected in facts
+        if found != expected
+    ]
+    if wrong:
+        raise InputError(f"LLaVA-OneVision-7B config differs: {'; '.join(wrong)}")

@@ -1,0 +1,60 @@
+"""The decoder inside a video language model, found and checked by what it can do."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vflash_analysis.errors import InputError
+
+
+def find_text_model(model: Any) -> Any:
+    """The decoder stack of a model, by what it can do: layers, a final norm, embedded inputs.
+
+    Raises:
+        InputError: no such module.
+    """
+    candidates = [model.get_decoder(), *model.modules()]
+    for module in candidates:
+        layers = getattr(module, "layers", None)
+        if (
+            isinstance(layers, torch.nn.ModuleList)
+            and isinstance(getattr(module, "embed_tokens", None), torch.nn.Module)
+            and isinstance(getattr(module, "norm", None), torch.nn.Module)
+        ):
+            return module
+    raise InputError(f"{type(model).__name__}: found no decoder with layers, embed_tokens and norm")
+
+
+def cache_keyword(forward: Callable[..., Any]) -> str:
+    """How a forward names its cache: `cache` since transformers 5.24, `past_key_values` before.
+
+    Raises:
+        InputError: it takes neither.
+    """
+    parameters = inspect.signature(forward).parameters
+    for keyword in ("cache", "past_key_values"):
+        if keyword in parameters:
+            return keyword
+    raise InputError("the decoder takes neither `cache` nor `past_key_values`")
+
+
+def widen_norms(text_model: torch.nn.Module) -> None:
+    """Make RMS norms compute in float64: Hugging Face's round to fp32 whatever the weights' dtype.
+
+    Only for float64, where the target serves as the reference of exactness.
+    """
+    for module in text_model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = _rms_norm(module)
+
+
+def _rms_norm(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(
+            hidden_states, module.weight.shape, module.weight, module.variance_epsilon
+        )
+
+    return forward

@@ -1,0 +1,260 @@
+"""What a notebook calls: its settings, its folder, the results of earlier stages, and `finish`.
+
+    stage = open_stage("decode", profile, overrides, benchmark="VDC", sample_seed=0)
+    stage.settings            the checked profile
+    stage.folder              where its results go; the same folder by hand, by the runner, in a lab
+    stage.input("target")     folder of an earlier stage's results
+    stage.finish()            writes the manifest and, last of all, DONE
+
+A finished stage opened again says so (`stage.done`) and shows its results without writing.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis import config, environment, identity, paths, records, stages
+from vflash_analysis.config import Profile
+from vflash_analysis.errors import InputError
+from vflash_analysis.locks import FolderLock
+from vflash_analysis.stages import STAGES, Shard
+
+STALE_VARIABLE = "VFLASH_KEEP_STALE"
+RUN_ID_VARIABLE = "VFLASH_RUN_ID"  # set by the runner: the run it planned
+
+_thread_failures: list[str] = []
+_open_locks: dict[Path, FolderLock] = {}
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """A stage as its notebook sees it.
+
+    Attributes:
+        shard: its place in the plan.
+        settings: the checked profile.
+        upstream: the shards whose results it reads.
+        tracked: whether it reads the tracked records, as results of this run are missing.
+        done: whether it was complete when it was opened.
+    """
+
+    shard: Shard
+    settings: Profile
+    upstream: tuple[Shard, ...]
+    tracked: bool
+    done: bool
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> Path:
+        return self.shard.folder
+
+    @property
+    def run_id(self) -> str:
+        return self.shard.run_id
+
+    def __repr__(self) -> str:
+        state = "done before: shown, not computed again" if self.done else "to do"
+        origin = "tracked records" if self.tracked else ", ".join(s.name for s in self.upstream)
+        return (
+            f"{self.shard.name} ({self.settings.name}): {state}\n"
+            f"  results in {paths.relative_to_root(self.folder)}\n  reads {origin or 'no earlier stage'}"
+        )
+
+    def inputs(self, stage: str) -> dict[str, Path]:
+        """The folders of an earlier stage's results, by shard name."""
+        return {shard.name: shard.folder for shard in self.upstream if shard.stage == stage}
+
+    def input(self, stage: str) -> Path:
+        """The folder of an earlier stage that has one shard."""
+        found = self.inputs(stage)
+        if len(found) != 1:
+            raise InputError(
+                f"{self.shard.name}: reads {len(found)} shards of {stage}, one is allowed"
+            )
+        return next(iter(found.values()))
+
+    @property
+    def record_folders(self) -> list[Path] | None:
+        """Folders whose records this stage reads; None stands for the tracked records."""
+        return None if self.tracked else [shard.folder for shard in self.upstream]
+
+    def finish(self, planned: int = 1, done: int = 1, **facts: Any) -> pd.DataFrame:
+        """Write the manifest, then `DONE`; and show what the stage left.
+
+        Args:
+            planned: units of work there were (clips, steps, files).
+            done: units that gave a result.
+            facts: more JSON facts to keep in the manifest.
+
+        Returns:
+            One row per output: file, rows, bytes.
+
+        Raises:
+            RuntimeError: a thread failed in this notebook, so its results are not to be trusted.
+            InputError: a declared output is missing or empty.
+        """
+        if _thread_failures and not self.done:
+            raise RuntimeError(f"a thread failed: {_thread_failures[0]}")
+        if not self.done:
+            seconds = round(time.monotonic() - self.started, 3)
+            written = sorted({*self.shard.outputs, *_files_of(self.folder)})
+            _write_manifest(self, planned, done, facts)
+            payload = {
+                "stage": self.shard.stage,
+                "parameters_id": self.shard.parameters_id,
+                "planned": planned,
+                "done": done,
+                "seconds": seconds,
+            }
+            records.write_done(self.folder, payload, [*written, records.MANIFEST_NAME])
+        lock = _open_locks.pop(self.folder, None)
+        if lock:
+            lock.release()
+        return outputs_of(self.folder)
+
+
+def _files_of(folder: Path) -> list[str]:
+    """Results directly in the folder and in its figures; working files are not declared."""
+    kinds = (".csv", ".json", ".jsonl", ".parquet", ".md", ".tex", ".svg", ".pdf", ".png")
+    found = [*folder.glob("*"), *folder.glob("figures/*"), *folder.glob("suites/*")]
+    return [
+        str(path.relative_to(folder))
+        for path in found
+        if path.suffix in kinds and not path.name.startswith(".") and path.stat().st_size
+    ]
+
+
+def outputs_of(folder: Path) -> pd.DataFrame:
+    """What a finished folder declares: file, rows (records only), bytes."""
+    declared = records.read_json(folder / records.DONE_NAME)["outputs"]
+    rows = [
+        {"file": name, "rows": facts["rows"], "bytes": facts["bytes"]}
+        for name, facts in declared.items()
+    ]
+    return pd.DataFrame(rows).astype({"rows": "Int64"})
+
+
+def _write_manifest(stage: OpenStage, planned: int, done: int, facts: Mapping[str, Any]) -> None:
+    profile = stage.settings
+    seeds = {
+        "sample_seeds": list(profile.clips.sample_seeds),
+        "train_seeds": list(profile.train_seeds),
+    }
+    records.write_manifest(
+        stage.folder,
+        {
+            **environment.machine(),
+            "run_id": stage.run_id,
+            "stage": stage.shard.stage,
+            "profile": profile.name,
+            "parameters": dict(stage.shard.parameters),
+            "settings": config.to_json(profile),
+            "seeds": seeds,
+            "inputs": dict(stage.shard.inputs),
+            "tracked_records": stage.tracked,
+            "stale_inputs": [shard.name for shard in stage.upstream if shard.stale],
+            "planned": planned,
+            "done": done,
+            **facts,
+        },
+    )
+
+
+def _note_thread_failure(args: threading.ExceptHookArgs) -> None:
+    """Remember a thread's exception, so that `finish` refuses, and print it as usual."""
+    if args.exc_type is SystemExit:
+        return
+    name = args.thread.name if args.thread else "unknown"
+    _thread_failures.append(f"{name}: {args.exc_type.__name__}: {args.exc_value}")
+    threading.__excepthook__(args)
+
+
+def _release_all() -> None:
+    for lock in _open_locks.values():
+        lock.release()
+
+
+atexit.register(_release_all)
+
+
+def _on_tracked_records(shard: Shard) -> Shard:
+    """The same shard reading the tracked records instead of this run's results."""
+    digests = identity.FileDigests(paths.RUNS / ".digests.json")
+    kept = {name: value for name, value in shard.inputs.items() if name == "published"}
+    inputs = kept | {"tracked": digests.of(paths.TRACKED_RECORDS)}
+    digests.save()
+    code = identity.code_digest(shard.notebook)
+    own_id = identity.run_id(shard.stage, {"asked": shard.parameters_id}, code, inputs)
+    values = {"run_id": own_id, "folder": shard.folder.parent / own_id, "inputs": inputs}
+    return Shard(**{**shard.__dict__, **values})
+
+
+def open_stage(
+    name: str, profile: str, overrides: Mapping[str, Any] | None = None, **own: Any
+) -> OpenStage:
+    """Check a notebook's parameters and open its folder.
+
+    Args:
+        name: a stage of `stages.STAGES`.
+        profile: a profile in `data/profiles`.
+        overrides: dotted setting to value.
+        own: the stage's own parameters; `steps=0` means the profile's.
+
+    Raises:
+        InputError: a bad setting or parameter, an earlier stage that has not run, or a folder in
+            which another process works.
+    """
+    if name not in STAGES:
+        raise InputError(f"stage: found {name!r}, allowed: {', '.join(STAGES)}")
+    stage = STAGES[name]
+    settings = config.load_profile(profile, overrides)
+    if sorted(own) != sorted(stage.takes):
+        raise InputError(f"{name}: found parameters {sorted(own)}, allowed: {sorted(stage.takes)}")
+    if own.get("steps") == 0:
+        own["steps"] = settings.training.steps
+    shards = stages.plan(
+        profile,
+        overrides,
+        ablation=bool(own.get("ablation", False)),
+        keep_stale=os.environ.get(STALE_VARIABLE) == "1",
+        more_drafters=[(own["arm"], own["train_seed"], own["steps"])] if name == "drafter" else [],
+    )
+    wanted = stages.shard_name(name, {key: own[key] for key in stage.takes})
+    by_name = {shard.name: shard for shard in shards}
+    if wanted not in by_name:
+        known = [s.name for s in shards if s.stage == name]
+        raise InputError(f"{name}: found {wanted}, allowed: {', '.join(known)}")
+    shard = by_name[wanted]
+    planned = os.environ.get(RUN_ID_VARIABLE, shard.run_id)
+    if planned != shard.run_id:
+        raise InputError(
+            f"{wanted}: code or inputs changed while the run was under way (planned {planned}, now "
+            f"{shard.run_id}); run again"
+        )
+    upstream = tuple(by_name[needed] for needed in shard.dependencies)
+    waiting = [item for item in upstream if not item.done]
+    tracked = bool(waiting) and stage.falls_back and paths.TRACKED_RECORDS.is_dir()
+    if waiting and not tracked:
+        first = waiting[0]
+        raise InputError(
+            f"{wanted}: needs {first.name}, which has not run: notebooks/{first.notebook.name} or "
+            f"`vflash run --profile {profile} --only {first.stage}`"
+        )
+    if tracked:
+        shard = _on_tracked_records(shard)
+    done = shard.done
+    if not done and shard.folder not in _open_locks:
+        _open_locks[shard.folder] = FolderLock(shard.folder)
+        (shard.folder / records.DONE_NAME).unlink(missing_ok=True)
+    threading.excepthook = _note_thread_failure
+    sys.stdout.flush()
+    return OpenStage(shard, settings, upstream, tracked, done)

@@ -1,0 +1,1 @@
+"""Tables and figures, from record files alone; nothing here loads torch."""

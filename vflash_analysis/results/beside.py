@@ -1,0 +1,93 @@
+"""T9: every published number, and ours beside it where there is one, each with its status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis.results import published
+from vflash_analysis.results.sources import DEFAULT_BOOTSTRAP, Bootstrap, Records
+from vflash_analysis.results.tables import (
+    VFLASH_METHODS,
+    is_comparable,
+    lossless_table,
+    speedup_rows,
+)
+from vflash_analysis.results.tidy import (
+    BENCHMARK_ORDER,
+    COMPARABLE,
+    MISSING,
+    NOT_COMPARABLE,
+    PUBLISHED_ONLY,
+    label,
+    tidy,
+)
+from vflash_analysis.results.write import NO_VALUE, Section, Table, cell_text, pivot
+
+ITEM = "T9_beside_paper"
+MAIN_ARM = "self_reveal"
+
+
+def _our_rows(records: Records, boot: Bootstrap) -> list[dict[str, Any]]:
+    """Our side: speed-ups and AR time as in T1, equality as in T4; missing kept for our methods."""
+    page_methods = tuple(dict.fromkeys(published.speedups()["method"]))
+    ours = [
+        row
+        for row in speedup_rows(ITEM, records, boot, page_methods, (MAIN_ARM,))
+        if row["quantity"] in ("decode_speedup", "ar_ms_per_token")
+        and (row["method"] in ("ar", *VFLASH_METHODS) or row["status"] != MISSING)
+    ]
+    shares = lossless_table(records, boot).frame
+    kept = shares.loc[
+        (shares["quantity"] == "identical_share")
+        & shares["method"].isin(VFLASH_METHODS)
+        & shares["objective"].isin(("", MAIN_ARM))
+        & (shares["setting"] == "")
+    ]
+    return ours + [
+        {str(k): v for k, v in row.items()} for row in kept.assign(item=ITEM).to_dict("records")
+    ]
+
+
+def _with_status(row: pd.Series) -> str:
+    text = cell_text(row)
+    return f"{text}, {row['status']}" if text != NO_VALUE else f"{text} {row['status']}"
+
+
+def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
+    elsewhere = (frame["status"] == PUBLISHED_ONLY) & (frame["source"] != published.PAGE)
+    beside, rest = frame.loc[~elsewhere], frame.loc[elsewhere].assign(all="value")
+    where = [("method", "method"), ("device", "device"), ("source", "source")]
+    sections = []
+    for quantity in ("decode_speedup", "ar_ms_per_token", "identical_share"):
+        own = beside.loc[beside["quantity"] == quantity]
+        columns = [*BENCHMARK_ORDER, *([""] if (own["benchmark"] == "").any() else [])]
+        sections.append(pivot(own, label(quantity), where, "benchmark", columns, _with_status))
+    names = [
+        (key, key) for key in ("method", "benchmark", "setting", "quantity", "device", "source")
+    ]
+    return (*sections, pivot(rest, "published only", names, "all", ("value",)))
+
+
+def beside_paper_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
+    """T9, from records and the published numbers."""
+    ours = _our_rows(records, boot)
+    comparable = is_comparable(records)
+    measured = {str(row["method"]) for row in ours if row["status"] != MISSING}
+    frame = tidy(
+        [
+            *ours,
+            *published.speedup_rows(ITEM, comparable, measured),
+            *published.protocol_rows(ITEM, COMPARABLE if comparable else NOT_COMPARABLE),
+            *published.headline_rows(ITEM),
+            *published.sparrow_rows(ITEM),
+        ]
+    )
+    caption = (
+        "Ours beside the published numbers. Status: measured (this run), stored (tracked "
+        "records), missing (nothing decoded), published only (a method we did not run), not "
+        "comparable (another target or hardware), comparable. Parentheses: n clips. "
+        + boot.caption()
+    )
+    return Table(ITEM, "T9 Ours beside the paper", caption, frame, _sections(frame))

@@ -1,0 +1,274 @@
+"""T3, the training arms against compute.
+
+Arms are compared first at every anchor of the same fixed texts, paired anchor by anchor; tau of
+decoded text stands beside. Intervals resample training seeds and videos together; beside the paired
+differences stands a t interval over the seeds' own differences, and every seed's value is a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vflash_analysis import metrics
+from vflash_analysis.errors import InputError
+from vflash_analysis.metrics import difference_of_ratios, grouped
+from vflash_analysis.results.sources import (
+    DEFAULT_BOOTSTRAP,
+    Bootstrap,
+    DecodeGroup,
+    Records,
+    decode_groups,
+    drafter_facts,
+)
+from vflash_analysis.results.tidy import (
+    ARM_ORDER,
+    Origin,
+    in_order,
+    label,
+    parse_setting,
+    setting_text,
+    tidy,
+)
+from vflash_analysis.results.write import Section, Table, cell_text, pivot
+from vflash_analysis.stats import t_interval
+
+FLOW_ARM = "self_reveal"
+BASE_ARM = "mask_only"
+Row = dict[str, Any]
+_ANCHOR_ID = ["split", "clip_id", "anchor_index"]
+
+
+def anchors_with_arms(records: Records) -> pd.DataFrame:
+    """The anchors of deployed drafters (setting ""), each with its `arm`.
+
+    Raises:
+        InputError: two drafters of one split were not evaluated on the same anchors.
+    """
+    anchors = records.anchors.loc[records.anchors["setting"] == ""]
+    facts = drafter_facts(records).set_index("drafter_sha256")["arm"]
+    anchors = anchors.assign(arm=anchors["drafter_sha256"].map(facts))
+    for (split,), rows in grouped(anchors, ["split"]):
+        n_drafters = rows["drafter_sha256"].nunique()
+        counts = rows.groupby(_ANCHOR_ID, observed=True)["drafter_sha256"].agg(["nunique", "size"])
+        if ((counts["nunique"] != n_drafters) | (counts["size"] != n_drafters)).any():
+            raise InputError(
+                f"anchors of split '{split}': {n_drafters} drafters do not share the same "
+                f"{len(counts)} anchors; evaluate them on one fixed set"
+            )
+    return anchors
+
+
+def _difference_parts(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
+    """Parts of two arms side by side: p0 / p1 of the first, p2 / p3 of the second."""
+    zero = {"p2": 0.0, "p3": 0.0}
+    moved = second.rename(columns={"p0": "p2", "p1": "p3"}).assign(p0=0.0, p1=0.0)
+    return pd.concat([first.assign(**zero), moved], ignore_index=True)
+
+
+def _of_seeds(parts: pd.DataFrame, seeds: set[int]) -> pd.DataFrame:
+    return parts.loc[parts["train_seed"].isin(seeds)]
+
+
+def _value_rows(
+    row: Callable[..., Row], quantity: str, parts: pd.DataFrame, boot: Bootstrap, setting: str
+) -> list[Row]:
+    """The pooled value with its crossed interval, then each training seed's own value."""
+    unit = "tokens"
+    rows = [row(quantity, boot.seeds_and_videos(parts), unit, len(parts), setting=setting)]
+    for (seed,), own in grouped(parts, ["train_seed"]):
+        value = metrics.value_of(own, metrics.ratio)
+        rows.append(row(quantity, value, unit, len(own), setting=f"{setting};seed={seed}"))
+    return rows
+
+
+def _difference_rows(
+    row: Callable[..., Row],
+    flow: pd.DataFrame,
+    other: pd.DataFrame,
+    boot: Bootstrap,
+    setting: str,
+) -> list[Row]:
+    """self_reveal minus another arm: crossed interval, t interval over seeds, each seed's own."""
+    seeds = set(flow["train_seed"]) & set(other["train_seed"])
+    if not seeds:
+        return []
+    parts = _difference_parts(_of_seeds(flow, seeds), _of_seeds(other, seeds))
+    per_seed = [
+        (seed, metrics.value_of(own, difference_of_ratios))
+        for (seed,), own in grouped(parts, ["train_seed"])
+    ]
+    value = boot.seeds_and_videos(parts, difference_of_ratios)
+    by_seed = t_interval([difference for _, difference in per_seed], boot.level)
+    n = int(parts["p1"].gt(0).sum())
+    rows = [
+        row("paired_difference", value, "tokens", n, setting=setting),
+        row("paired_difference_t", by_seed, "tokens", setting=setting),
+    ]
+    for seed, difference in per_seed:
+        rows.append(
+            row("paired_difference", difference, "tokens", setting=f"{setting};seed={seed}")
+        )
+    return rows
+
+
+def _cell_rows(
+    origin: Origin,
+    quantity: str,
+    by_arm: dict[str, pd.DataFrame],
+    boot: Bootstrap,
+    setting: str,
+    method: str = "",
+) -> list[Row]:
+    """One budget and data size: every arm's value, and self_reveal against each other arm."""
+    rows: list[Row] = []
+    for arm in in_order(by_arm, ARM_ORDER):
+        row = partial(origin.row, method=method, objective=arm)
+        rows += _value_rows(row, quantity, by_arm[arm], boot, setting)
+        if arm != FLOW_ARM and FLOW_ARM in by_arm:
+            minus = f"{setting};minus={arm}"
+            row = partial(origin.row, method=method, objective=FLOW_ARM)
+            rows += _difference_rows(row, by_arm[FLOW_ARM], by_arm[arm], boot, minus)
+    return rows
+
+
+def _anchor_cells(
+    anchors: pd.DataFrame,
+) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
+    """(setting, parts by arm) for every split, data size and budget."""
+    many_splits = anchors["split"].nunique() > 1
+    for (split, clips, steps), rows in grouped(anchors, ["split", "training_clips", "steps"]):
+        parts = {
+            str(arm): metrics.anchor_accepted_length_parts(own)
+            for (arm,), own in grouped(rows, ["arm"])
+        }
+        parts = {arm: own for arm, own in parts.items() if not own.empty}
+        yield setting_text(clips=clips, steps=steps, split=split if many_splits else None), parts
+
+
+def _decoded_cells(
+    group: DecodeGroup, facts: pd.DataFrame
+) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
+    """(setting, tau parts by arm) of the decoded chain for every data size and budget."""
+    chain = group.rows.loc[(group.rows["method"] == "chain") & (group.rows["setting"] == "")]
+    known = facts[["drafter_sha256", "training_clips", "steps"]]
+    chain = chain.merge(known, on="drafter_sha256", how="inner")
+    for (clips, steps), rows in grouped(chain, ["training_clips", "steps"]):
+        parts = {
+            str(arm): metrics.accepted_length_parts(own) for (arm,), own in grouped(rows, ["arm"])
+        }
+        yield setting_text(clips=clips, steps=steps), parts
+
+
+def _compute_rows(item: str, records: Records, facts: pd.DataFrame) -> list[Row]:
+    """Forward-equivalents and seconds of every arm, data size and budget (mean over seeds)."""
+    rows: list[Row] = []
+    keys = ["training_clips", "steps", "arm"]
+    origin = Origin(item, "", records.status, records.source)
+    for (clips, steps, arm), own in grouped(facts, keys):
+        compute = float(own["forward_equivalents"].mean())
+        setting = setting_text(clips=clips, steps=steps)
+        row = partial(origin.row, objective=str(arm), setting=setting)
+        rows.append(row("forward_equivalents", compute, "forwards", len(own)))
+    timed = records.training.loc[records.training["setting"] == ""]
+    timed = timed.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256", how="inner")
+    for (device, clips, steps, arm), own in grouped(timed, ["device", *keys]):
+        origin = Origin(item, str(device), records.status, records.source)
+        row = partial(
+            origin.row, objective=str(arm), setting=setting_text(clips=clips, steps=steps)
+        )
+        last = own.sort_values("step").groupby("drafter_sha256", observed=True).last()
+        seconds = last["seconds"].astype(float).dropna()
+        if len(seconds):
+            rows.append(row("train_s", float(seconds.mean()), "s", len(seconds)))
+        for share, count in (("wrong_corrected", "n_wrong"), ("right_kept", "n_right")):
+            weights = last[count].astype("Float64").fillna(0).to_numpy(dtype=float)
+            values = last[share].astype(float).fillna(0).to_numpy()
+            if weights.sum() > 0:
+                mean = float(np.average(values, weights=weights))
+                rows.append(row(share, mean, "share", int(weights.sum())))
+    return rows
+
+
+def _variant_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
+    """Other questions asked at the same anchors: accuracy with 0, 4, 8, 12 slots revealed, length
+    with another context or more reveal rounds. The question is a key of the `setting` cell."""
+    facts = drafter_facts(records).set_index("drafter_sha256")["arm"]
+    anchors = records.anchors.assign(arm=records.anchors["drafter_sha256"].map(facts))
+    anchors = anchors.loc[anchors["arm"].notna()]
+    many_splits = anchors["split"].nunique() > 1
+    origin = Origin(item, "", records.status, records.source)
+    keys = ["split", "training_clips", "steps", "setting", "arm"]
+    rows: list[Row] = []
+    for (split, clips, steps, question, arm), own in grouped(anchors, keys):
+        asked = str(question).replace(",", ";") or "revealed=0"
+        cell = setting_text(clips=clips, steps=steps, split=split if many_splits else None)
+        row = partial(origin.row, objective=str(arm), setting=f"{cell};{asked}")
+        if "revealed" in asked:
+            parts = metrics.masked_slot_accuracy_parts(own)
+            n = int(parts["p1"].sum())
+            rows.append(row("masked_slot_accuracy", boot.seeds_and_videos(parts), "share", n))
+        else:
+            parts = metrics.anchor_accepted_length_parts(own)
+            value = boot.seeds_and_videos(parts)
+            rows.append(row("anchor_accepted_length", value, "tokens", len(parts)))
+    return rows
+
+
+def objectives_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
+    """All rows of T3; see `objectives_table`."""
+    facts = drafter_facts(records)
+    rows = _compute_rows(item, records, facts)
+    origin = Origin(item, "", records.status, records.source)
+    if not records.anchors.empty:
+        for setting, by_arm in _anchor_cells(anchors_with_arms(records)):
+            rows += _cell_rows(origin, "anchor_accepted_length", by_arm, boot, setting)
+        rows += _variant_rows(item, records, boot)
+    for group in decode_groups(records):
+        origin = group.origin(item, records)
+        for setting, by_arm in _decoded_cells(group, facts):
+            rows += _cell_rows(origin, "accepted_length", by_arm, boot, setting, "chain")
+    return rows
+
+
+def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
+    """T3: all arms against compute: accepted length at anchors and decoded, paired differences."""
+    item = "T3_objectives"
+    frame = tidy(objectives_rows(item, records, boot))
+    caption = (
+        "Accepted length of every training arm by data size and budget, first at every anchor of "
+        "fixed AR texts (n: anchors over all training seeds), then of the decoded chain (n: "
+        "decodes). Differences are self reveal minus the named arm on the same anchors, seeds "
+        f"and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
+        "seed-paired means (n: seeds). Decoded on the device named in the row; anchor values do "
+        "not depend on one."
+    )
+    return Table(item, "T3 Training objectives against compute", caption, frame, _sections(frame))
+
+
+def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
+    keys = [parse_setting(text) for text in frame["setting"]]
+    pooled = frame.loc[["seed" not in key for key in keys]]
+    pooled = pooled.assign(minus=[parse_setting(t).get("minus", "") for t in pooled["setting"]])
+    pooled["cell"] = [t.split(";minus=")[0] for t in pooled["setting"]]
+    sections = []
+    quantities = ("anchor_accepted_length", "accepted_length", "masked_slot_accuracy",
+                  "wrong_corrected", "right_kept", "forward_equivalents", "train_s")  # fmt: skip
+    for quantity in quantities:
+        own = pooled.loc[pooled["quantity"] == quantity]
+        if not own.empty:
+            arms = in_order(own["objective"], ARM_ORDER)
+            names = [("cell", "setting"), ("device", "device")]
+            sections.append(pivot(own, label(quantity), names, "objective", arms, cell_text))
+    for quantity in ("paired_difference", "paired_difference_t"):
+        own = pooled.loc[pooled["quantity"] == quantity]
+        if not own.empty:
+            arms = in_order(own["minus"], ARM_ORDER)
+            names = [("cell", "setting"), ("method", "method"), ("device", "device")]
+            title = f"{label(quantity)}: self reveal minus"
+            sections.append(pivot(own, title, names, "minus", arms, cell_text))
+    return tuple(sections)

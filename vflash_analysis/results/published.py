@@ -1,0 +1,262 @@
+"""The numbers printed in the papers, as tidy rows, and a check of their macro averages.
+
+They stand beside ours with the hardware they were measured on and never enter a mean of ours. The
+row "SpecVLM (0.5B drafter)" is the training-free SpecVLM of Ji et al.; another system of the same
+name (Huang et al.) appears in the headlines under its own.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vflash_analysis.errors import InputError
+from vflash_analysis.metrics import macro
+from vflash_analysis.paths import DATA
+from vflash_analysis.records import BENCHMARKS
+from vflash_analysis.results.tidy import (
+    COMPARABLE,
+    NOT_COMPARABLE,
+    PUBLISHED_ONLY,
+    Origin,
+    setting_text,
+)
+from vflash_analysis.stats import Interval
+
+PUBLISHED = DATA / "published"
+PAGE = "vflash_fm_page"
+PAGE_TARGET_WORD = "llava-onevision-qwen2-7b-ov"
+PAGE_DEVICE = "one H100 (as published)"
+OTHER_DEVICE = "other hardware and protocol (as published)"
+TABLE4_DEVICE = "A800, Qwen2.5-VL-7B (as published)"
+TABLE5_DEVICE = "L20, LLaVA-OneVision-7B (as published)"
+
+METHOD_KEYS = {
+    ("SpecVLM", "0.5B drafter"): "specvlm_ji",
+    ("ParallelVLM", "0.5B drafter"): "parallelvlm",
+    ("SPARROW", "learned drafter"): "sparrow",
+    ("VFlash-FM", "Tree-60"): "tree60",
+    ("VFlash-FM", "chain"): "chain",
+}
+_HEADLINE_KEYS = {"SpecVLM": "specvlm_ji", "ParallelVLM": "parallelvlm", "LVSpec": "lvspec",
+                  "SPARROW": "sparrow"}  # fmt: skip
+_SPARROW_KEYS = {"MSD": "msd", "ViSpec": "vispec", "ViSpec (orig.)": "vispec",
+                 "MSD+VATA": "msd", "Sparrow": "sparrow"}  # fmt: skip
+_BENCHMARK_NAMES = {"VideoDetailCaption": "VDC", "LongVideoBench": "LVB"}
+
+
+def load_published(name: str, folder: Path = PUBLISHED) -> pd.DataFrame:
+    """One CSV of `data/published` with every cell as text, as printed."""
+    path = folder / f"{name}.csv"
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file; allowed are {sorted(p.stem for p in folder.glob('*.csv'))}"
+        )
+    return pd.read_csv(path, dtype=str, keep_default_na=False)
+
+
+def _cells(name: str, folder: Path) -> list[dict[str, str]]:
+    table = load_published(name, folder)
+    return [{str(key): str(cell) for key, cell in row.items()} for row in table.to_dict("records")]
+
+
+def printed_number(text: str) -> Interval:
+    """A printed cell as a value; "1.5-2.3" has only ends, an empty cell nothing."""
+    ends = text.split("-") if text else []
+    try:
+        numbers = [float(end) for end in ends]
+    except ValueError as error:
+        raise InputError(f"published value '{text}': allowed is a number or low-high") from error
+    if len(numbers) == 2:
+        return Interval(math.nan, numbers[0], numbers[1], 0)
+    return Interval(numbers[0] if numbers else math.nan, math.nan, math.nan, 0)
+
+
+def speedups(folder: Path = PUBLISHED) -> pd.DataFrame:
+    """The page's speed-up table: method, variant, benchmark, value, device, source, note.
+
+    `method` is ours (`METHOD_KEYS`), `value` nan where the page says "not reported".
+    """
+    table = load_published("speedup_llava_onevision_7b", folder)
+    pairs = list(zip(table["method"], table["variant"], strict=True))
+    unknown = sorted(set(pairs) - set(METHOD_KEYS))
+    if unknown:
+        raise InputError(f"speedup_llava_onevision_7b.csv: {unknown} not in {list(METHOD_KEYS)}")
+    return table.assign(
+        method=[METHOD_KEYS[pair] for pair in pairs],
+        value=[printed_number(cell).value for cell in table["speedup"]],
+        device=[PAGE_DEVICE if pair[0] == "VFlash-FM" else OTHER_DEVICE for pair in pairs],
+    ).drop(columns="speedup")
+
+
+def recomputed_macros(folder: Path = PUBLISHED) -> pd.DataFrame:
+    """Printed macro averages beside the mean of their printed cells.
+
+    Columns: method, printed, recomputed (nan without cells), n (cells averaged).
+    """
+    rows = []
+    for method, table in speedups(folder).groupby("method", sort=False):
+        values = dict(zip(table["benchmark"], table["value"], strict=True))
+        printed = values.pop("macro")
+        cells = {name: value for name, value in values.items() if not np.isnan(value)}
+        rows.append((method, printed, macro(cells, allow_missing=True), len(cells)))
+    return pd.DataFrame(rows, columns=["method", "printed", "recomputed", "n"])
+
+
+def same_setup(target: str, device: str) -> bool:
+    """Whether our numbers were measured on the page's target and hardware, so they compare."""
+    return PAGE_TARGET_WORD in target.lower() and "h100" in device.lower()
+
+
+def _page_n(protocol: pd.DataFrame) -> int:
+    facts = dict(zip(protocol["quantity"], protocol["value"], strict=True))
+    return int(facts["clips_per_benchmark_and_seed"]) * int(facts["seeds"])
+
+
+def speedup_rows(
+    item: str, comparable: bool, ours: set[str] | None = None, folder: Path = PUBLISHED
+) -> list[dict[str, Any]]:
+    """The page's speed-ups as tidy rows.
+
+    Args:
+        item: the table they stand in.
+        comparable: whether our target and hardware are the page's (`same_setup`).
+        ours: methods that we measured; None means do not tell them apart. A published method that
+            we did not run is "published only", the rest "not comparable" unless they compare.
+    """
+    facts = _protocol(folder)
+    per_benchmark = int(facts["clips_per_benchmark_and_seed"]) * int(facts["seeds"])
+    rows = []
+    for cell in speedups(folder).to_dict("records"):
+        from_page = cell["device"] == PAGE_DEVICE
+        status = COMPARABLE if from_page and comparable else NOT_COMPARABLE
+        if ours is not None and cell["method"] not in ours:
+            status = PUBLISHED_ONLY
+        n = per_benchmark * (len(BENCHMARKS) if cell["benchmark"] == "macro" else 1)
+        row = Origin(item, str(cell["device"]), status, str(cell["source"])).row(
+            "decode_speedup",
+            float(cell["value"]),
+            "x",
+            n=n if from_page else None,
+            benchmark=str(cell["benchmark"]),
+            method=str(cell["method"]),
+        )
+        # "not reported" is a fact about the paper, not a run of ours that is missing
+        rows.append({**row, "status": status})
+    return rows
+
+
+def _protocol(folder: Path) -> dict[str, str]:
+    return {row["quantity"]: row["value"] for row in _cells("vflash_fm_protocol", folder)}
+
+
+def protocol_rows(item: str, status: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
+    """The page's autoregressive milliseconds per token, and its demo clips' equality with AR."""
+    facts = _protocol(folder)
+    n = int(facts["demo_clips"])
+    ends = [float(facts["ar_ms_per_token_low"]), float(facts["ar_ms_per_token_high"])]
+    origin = Origin(item, PAGE_DEVICE, status, PAGE)
+    rows = [
+        origin.row(
+            "ar_ms_per_token",
+            Interval(math.nan, ends[0], ends[1], n),
+            "ms",
+            method="ar",
+            setting="demo clips",
+        ),
+        origin.row("identical_share", 1.0, "share", n=n, method="tree60", setting="demo clips"),
+    ]
+    return [{**row, "status": status} for row in rows]
+
+
+def _published_only(
+    item: str,
+    device: str,
+    cell: dict[str, str],
+    method: str,
+    benchmark: str = "",
+    setting: str = "",
+) -> dict[str, Any]:
+    """A row from a cell with the columns quantity, value, unit and source."""
+    row = Origin(item, device, PUBLISHED_ONLY, cell["source"]).row(
+        cell["quantity"],
+        printed_number(cell["value"]),
+        cell["unit"],
+        benchmark=benchmark,
+        method=method,
+        setting=setting,
+    )
+    return {**row, "status": PUBLISHED_ONLY, "n": pd.NA}
+
+
+def _length(cell: dict[str, str]) -> dict[str, str]:
+    return {
+        **cell,
+        "quantity": "accepted_length",
+        "value": cell["accepted_length"],
+        "unit": "tokens per call",
+    }
+
+
+def headline_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
+    """What the neighbours printed for other targets."""
+    return [
+        _published_only(
+            item,
+            OTHER_DEVICE,
+            cell,
+            method=_HEADLINE_KEYS.get(cell["method"], cell["method"]),
+            setting=setting_text(target=cell["target"] or None, note=cell["note"] or None),
+        )
+        for cell in _cells("other_targets_headlines", folder)
+    ]
+
+
+def sparrow_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
+    """SPARROW's tables 1 and 7 (visual input), 4 and 5 (visual length) and 6 (components)."""
+    rows = []
+    for cell in _cells("sparrow_table4_visual_length", folder):
+        keys = {
+            "method": _SPARROW_KEYS[cell["method"]],
+            "benchmark": "VDC",
+            "setting": setting_text(visual_tokens=cell["visual_tokens"], variant=cell["method"]),
+        }
+        speed = {"quantity": "decode_speedup", "value": cell["decode_speedup"], "unit": "x"}
+        rows.append(_published_only(item, TABLE4_DEVICE, _length(cell), **keys))
+        rows.append(_published_only(item, TABLE4_DEVICE, {**cell, **speed}, **keys))
+    for cell in _cells("sparrow_table5_breakdown", folder):
+        setting = setting_text(visual_tokens=cell["visual_tokens"])
+        rows.append(
+            _published_only(
+                item, TABLE5_DEVICE, cell, method="sparrow", benchmark="VDC", setting=setting
+            )
+        )
+    for cell in _cells("sparrow_table6_components", folder):
+        names = ("visual_tokens", "mtp", "ivsb", "vata")
+        rows.append(
+            _published_only(
+                item,
+                OTHER_DEVICE,
+                _length(cell),
+                method="sparrow",
+                benchmark=_BENCHMARK_NAMES.get(cell["benchmark"], cell["benchmark"]),
+                setting=setting_text(**{name: cell[name] for name in names}),
+            )
+        )
+    for table, phase in (("1_training_input", "training"), ("7_inference_input", "inference")):
+        for cell in _cells(f"sparrow_table{table}", folder):
+            rows.append(
+                _published_only(
+                    item,
+                    OTHER_DEVICE,
+                    _length(cell),
+                    method="sparrow",
+                    benchmark=cell["benchmark"],
+                    setting=setting_text(phase=phase, input=cell["input"]),
+                )
+            )
+    return rows

@@ -1,0 +1,276 @@
+"""What tables and figures are made from: the record frames of one place, and which drafter is which.
+
+Without a run the tracked pocket records stand in, and everything drawn from them is marked
+"stored". Several run folders may be given; only complete ones (`DONE` verified) are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from vflash_analysis import stats
+from vflash_analysis.errors import InputError
+from vflash_analysis.metrics import Combine, grouped, ratio, usable, usable_cycles
+from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
+from vflash_analysis.records import (
+    ANCHORS,
+    CYCLES,
+    DONE_NAME,
+    GENERATIONS,
+    TRAINING,
+    Schema,
+    empty_records,
+    read_records,
+    why_not_done,
+)
+from vflash_analysis.results.tidy import MEASURED, STORED, Origin
+from vflash_analysis.stats import Interval
+
+TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """Resamples, seed and level of every interval in a table."""
+
+    n_samples: int = 2000
+    seed: int = 0
+    level: float = 0.95
+
+    def caption(self) -> str:
+        return (
+            f"Brackets and bands: {100 * self.level:g} % bootstrap over videos within their "
+            f"benchmark ({self.n_samples} resamples)."
+        )
+
+    def videos(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
+        """`stats.bootstrap` with these settings."""
+        return stats.bootstrap(parts, combine, self.n_samples, self.seed, self.level)
+
+    def macro(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
+        """`stats.bootstrap_macro` over the five benchmarks with these settings."""
+        return stats.bootstrap_macro(parts, combine, self.n_samples, self.seed, self.level)
+
+    def seeds_and_videos(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
+        """`stats.hierarchical_bootstrap` with these settings."""
+        return stats.hierarchical_bootstrap(parts, combine, self.n_samples, self.seed, self.level)
+
+
+DEFAULT_BOOTSTRAP = Bootstrap()
+
+
+@dataclass(frozen=True)
+class Records:
+    """The record frames of one place (an absent table is an empty frame) and their standing."""
+
+    generations: pd.DataFrame
+    cycles: pd.DataFrame
+    anchors: pd.DataFrame
+    training: pd.DataFrame
+    status: str
+    source: str
+
+
+def _folders_with_records(folder: Path) -> list[Path]:
+    if any((folder / f"{schema.name}.parquet").is_file() for schema in TABLES):
+        return [folder]
+    found = sorted(path.parent for path in folder.rglob(DONE_NAME))
+    with_records = [
+        path
+        for path in found
+        if any((path / f"{schema.name}.parquet").is_file() for schema in TABLES)
+    ]
+    for path in with_records:
+        reason = why_not_done(path)
+        if reason:
+            raise InputError(f"{reason}: run the stage again")
+    return with_records
+
+
+def _read_all(folders: Sequence[Path], schema: Schema) -> pd.DataFrame:
+    paths = [folder / f"{schema.name}.parquet" for folder in folders]
+    frames = [read_records(path, schema) for path in paths if path.is_file()]
+    frames = [frame for frame in frames if not frame.empty]
+    return pd.concat(frames, ignore_index=True) if frames else empty_records(schema)
+
+
+def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
+    """A drafter's decode of a clip must not come from two runs (a stale one beside a new one)."""
+    keys = [
+        "device", "dtype", "benchmark", "sample_seed", "clip_id", "method", "drafter_sha256",
+        "setting", "repeat",
+    ]  # fmt: skip
+    drafted = generations.loc[generations["drafter_sha256"] != ""]
+    twice = drafted.duplicated(keys, keep=False)
+    if twice.any():
+        first = drafted.loc[twice].iloc[0]
+        runs = sorted(set(drafted.loc[twice, "run_id"]))
+        raise InputError(
+            f"{first['method']} on clip {first['clip_id']} is in several runs {runs[:3]}: give one"
+        )
+
+
+def load_records(folders: str | Path | Sequence[str | Path] | None = None) -> Records:
+    """Reads the records of a place.
+
+    Args:
+        folders: a folder that holds record files, one that holds finished run folders at any
+            depth, or several of either; None for the tracked pocket records.
+
+    Raises:
+        InputError: a folder is absent or holds no records, a run changed since it was done, or
+            one drafter's decode of a clip is there twice.
+    """
+    stored = folders is None
+    given = [TRACKED_RECORDS] if folders is None else folders
+    if isinstance(given, (str, Path)):
+        given = [given]
+    paths = [Path(path) for path in given]
+    found: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise InputError(f"{path}: no such records folder")
+        here = _folders_with_records(path)
+        if not here:
+            raise InputError(f"{path}: no record files; expected {[t.name for t in TABLES]}")
+        found += here
+        stored = stored or path.resolve() == TRACKED_RECORDS.resolve()
+    frames = {schema.name: _read_all(found, schema) for schema in TABLES}
+    source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
+    return records_from_frames(frames, source, STORED if stored else MEASURED)
+
+
+def records_from_frames(
+    frames: Mapping[str, pd.DataFrame], source: str, status: str = MEASURED
+) -> Records:
+    """Records from frames by schema name, as a notebook has them; an absent table is empty.
+
+    Raises:
+        InputError: an unknown table, or one drafter's decode of a clip is there twice.
+    """
+    names = {schema.name: schema for schema in TABLES}
+    unknown = sorted(set(frames) - set(names))
+    if unknown:
+        raise InputError(f"records: unknown tables {unknown}, allowed are {list(names)}")
+    full = {name: frames.get(name, empty_records(schema)) for name, schema in names.items()}
+    _refuse_decoded_twice(full["generations"])
+    return Records(**full, status=status, source=source)
+
+
+def arm_names(facts: pd.DataFrame) -> list[str]:
+    """The arm of each drafter: its objective, marked where a compute control changes a setting.
+
+    `self_reveal` without loss on revealed slots is `self_reveal_rev0`; `mask_only` with k times
+    the anchors of the flow arms (of the fewest, if there are none) is `mask_only_<k>x`.
+    """
+    flow = facts.loc[facts["objective"] != "mask_only", "anchors_per_clip"]
+    base = float((flow if len(flow) else facts["anchors_per_clip"]).min())
+    times = facts["anchors_per_clip"].astype(float) / base
+    without_loss = facts["revealed_weight"].astype(float) == 0
+    names = []
+    for objective, k, no_loss in zip(facts["objective"], times, without_loss, strict=True):
+        if objective == "mask_only":
+            names.append(objective if k == 1 else f"{objective}_{k:g}x")
+        else:
+            names.append(f"{objective}_rev0" if no_loss else objective)
+    return names
+
+
+def drafter_facts(records: Records) -> pd.DataFrame:
+    """One row per trained drafter: sha256, arm, train_seed, steps, training_clips, compute."""
+    columns = [
+        "drafter_sha256", "objective", "train_seed", "steps", "training_clips",
+        "forward_equivalents", "revealed_weight", "anchors_per_clip",
+    ]  # fmt: skip
+    both = [
+        frame.loc[frame["setting"] == "", columns]
+        for frame in (records.anchors, records.training)
+        if not frame.empty
+    ]
+    if not both:
+        return pd.DataFrame(columns=[*columns, "arm"])
+    facts = pd.concat(both, ignore_index=True).drop_duplicates()
+    twice = facts["drafter_sha256"].duplicated()
+    if twice.any():
+        name = facts.loc[twice, "drafter_sha256"].iloc[0]
+        raise InputError(f"drafter {name}: anchors and training records tell different facts")
+    facts = facts.sort_values("drafter_sha256", ignore_index=True)
+    return facts.assign(arm=arm_names(facts))
+
+
+def final_drafters(facts: pd.DataFrame, decoded: set[str] | None = None) -> pd.DataFrame:
+    """Per arm, the drafters of the largest data size and then the largest budget.
+
+    Args:
+        facts: from `drafter_facts`.
+        decoded: if given, only drafters in it are candidates.
+    """
+    if decoded is not None:
+        facts = facts.loc[facts["drafter_sha256"].isin(decoded)]
+    kept = []
+    for _, arm in grouped(facts, ["arm"]):
+        sizes = arm[["training_clips", "steps"]].astype("int64").apply(tuple, axis=1)
+        kept.append(arm.loc[sizes == max(sizes)])
+    return pd.concat(kept, ignore_index=True) if kept else facts
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Decodes on one device in one dtype: usable generations (with `arm`), cycles, planned clips.
+
+    `planned` counts distinct clip and sample seed per benchmark, failed ones included.
+    """
+
+    device: str
+    dtype: str
+    target: str
+    rows: pd.DataFrame
+    cycles: pd.DataFrame
+    planned: dict[str, int]
+
+    def origin(self, item: str, records: Records) -> Origin:
+        return Origin(item, f"{self.device}, {self.dtype}", records.status, records.source)
+
+
+def count_clips(frame: pd.DataFrame) -> int:
+    """Distinct clips, one per sample seed."""
+    keys = [key for key in ("benchmark", "clip_id", "sample_seed") if key in frame.columns]
+    return len(frame[keys].drop_duplicates())
+
+
+def decode_groups(records: Records) -> Iterator[DecodeGroup]:
+    """The decodes by device and dtype: two devices give two groups, never a mean."""
+    facts = drafter_facts(records)
+    arms = dict(zip(facts["drafter_sha256"], facts["arm"], strict=True))
+    for (device, dtype), frame in grouped(records.generations, ["device", "dtype"]):
+        decoded = frame.loc[~frame["warmup"].astype(bool)]
+        rows = usable(frame)
+        objective = rows["objective"].fillna("")
+        named = zip(rows["drafter_sha256"], objective, strict=True)
+        rows["arm"] = [arms.get(drafter, name) for drafter, name in named]
+        yield DecodeGroup(
+            device=str(device),
+            dtype=str(dtype),
+            target=str(frame["target"].iloc[0]),
+            rows=rows,
+            cycles=usable_cycles(records.cycles, rows),
+            planned={str(key[0]): count_clips(g) for key, g in grouped(decoded, ["benchmark"])},
+        )
+
+
+def method_rows(
+    group: DecodeGroup, records: Records, method: str, arm: str | None = None
+) -> pd.DataFrame:
+    """The rows of a method at its default setting; with an arm, of its final drafters only."""
+    rows = group.rows.loc[(group.rows["method"] == method) & (group.rows["setting"] == "")]
+    if arm is None:
+        return rows
+    rows = rows.loc[rows["arm"] == arm]
+    final = final_drafters(drafter_facts(records), set(rows["drafter_sha256"]))
+    chosen = rows.loc[rows["drafter_sha256"].isin(set(final["drafter_sha256"]))]
+    # drafters without training records (one that was given) stand in only where none has them
+    return rows if chosen.empty else chosen

@@ -1,0 +1,251 @@
+"""How figures look and how they are saved: one style, one palette by name, reproducible bytes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import replace_atomically
+from vflash_analysis.results.tidy import label, write_tidy_csv
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Drawn = tuple[Figure, pd.DataFrame]
+
+INK, QUIET, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
+
+# Okabe and Ito's colours and their neighbours: told apart with the common colour deficiencies.
+PALETTE: Mapping[str, str] = {
+    "ar": "#595959",
+    "chain": "#56B4E9",
+    "tree60": "#0072B2",
+    "lookup": "#B2A23F",
+    "small_chain": "#8C6BB1",
+    "small_tree": "#5E3C99",
+    "specvlm_ji": "#E69F00",
+    "specvlm_self": "#B97E00",
+    "parallelvlm": "#009E73",
+    "sparrow": "#CC79A7",
+    "msd": "#A6761D",
+    "vispec": "#66A61E",
+    "medusa": "#E7298A",
+    "dflash": "#1B9E77",
+    "lvspec": "#D55E00",
+    "viskip": "#7570B3",
+    "hf_generate": "#8A8A8A",
+    "hf_dflash": "#A6CEE3",
+    "mask_only": "#D55E00",
+    "mask_only_2x": "#E69F00",
+    "true_reveal": "#009E73",
+    "wrong_reveal": "#CC79A7",
+    "self_reveal_rev0": "#56B4E9",
+    "self_reveal": "#0072B2",
+}
+MARKERS: Mapping[str, str] = {
+    "mask_only": "s",
+    "mask_only_2x": "D",
+    "true_reveal": "^",
+    "wrong_reveal": "v",
+    "self_reveal_rev0": "P",
+    "self_reveal": "o",
+}
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.labelsize": 9,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#8c8c8c",
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.8,
+    "xtick.color": "#4d4d4d",
+    "ytick.color": "#4d4d4d",
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "hatch.linewidth": 0.9,
+    "figure.dpi": 100,
+    "savefig.dpi": 200,
+    "figure.facecolor": "white",
+    "svg.hashsalt": "vflash",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 3,
+    "path.simplify": False,
+}
+_METADATA: Mapping[str, dict[str, Any]] = {
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+    "png": {"Software": None},
+}
+
+
+def colour(name: str) -> str:
+    """The colour of a method or arm; the same in every panel and figure."""
+    if name not in PALETTE:
+        raise InputError(f"no colour for '{name}', known are {list(PALETTE)}")
+    return PALETTE[name]
+
+
+def new_figure(
+    width: float, height: float, n_rows: int = 1, n_columns: int = 1, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure of that many inches; axes as a (n_rows, n_columns) array. Use inside `styled`."""
+    return plt.subplots(n_rows, n_columns, figsize=(width, height), squeeze=False, **options)
+
+
+def finish(
+    figure: Figure,
+    title: str,
+    caption: str,
+    legend: Sequence[Artist] = (),
+    legend_columns: int = 1,
+) -> None:
+    """Puts title and legend above the panels and the caption below, then fixes the layout."""
+    width, height = (float(inches) for inches in figure.get_size_inches())
+    lines = textwrap.wrap(caption, int(17.5 * width))
+    below = (0.165 * len(lines) + 0.16) / height
+    legend_rows = -(-len(legend) // legend_columns)
+    above = (0.38 + 0.20 * legend_rows) / height
+    margin = 0.12 / width
+    figure.text(
+        margin, 1 - 0.10 / height, title,
+        ha="left", va="top", fontsize=12, fontweight="bold", color=INK,
+    )  # fmt: skip
+    if legend:
+        figure.legend(
+            handles=list(legend), loc="upper left", bbox_to_anchor=(0.04 / width, 1 - 0.31 / height),
+            ncols=legend_columns, fontsize=8.5, handlelength=1.5, columnspacing=1.5,
+        ).set_in_layout(False)  # fmt: skip
+    figure.text(
+        margin, 0.09 / height, "\n".join(lines),
+        ha="left", va="bottom", fontsize=8, color=QUIET, linespacing=1.35,
+    )  # fmt: skip
+    for axis in figure.axes:
+        sns.despine(ax=axis)
+    space = (0, below, 1, 1 - below - above)
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=space, h_pad=0.06, w_pad=0.08))
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+def styled(draw: Callable[P, R]) -> Callable[P, R]:
+    """Draws with the house style in force, whatever the caller's settings are."""
+
+    @wraps(draw)
+    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
+        with matplotlib.rc_context(STYLE):
+            return draw(*arguments, **keywords)
+
+    return wrapped
+
+
+def error_bar(value: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Lengths of the two halves of error bars, (2, n); 0 where there is no interval.
+
+    A percentile interval of a skewed sample may leave the value outside; that half has length 0.
+    """
+    return np.clip(np.nan_to_num(np.stack([value - low, high - value])), 0, None)
+
+
+def devices_text(frame: pd.DataFrame) -> str:
+    """The devices of a frame, as a caption names them."""
+    found = [str(device) for device in dict.fromkeys(frame["device"]) if device]
+    return " and ".join(found) if found else "no device recorded"
+
+
+def span_text(numbers: pd.Series) -> str:
+    """The smallest and largest of some counts, as a caption gives n."""
+    values = sorted({int(n) for n in numbers.dropna()})
+    if not values:
+        return "0"
+    return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+
+def arm_handles(arms: Sequence[str], present: set[str], markers: bool = True) -> list[Artist]:
+    """Legend entries of arms in order; one without data says so."""
+    return [
+        Line2D(
+            [],
+            [],
+            color=colour(arm),
+            marker=MARKERS.get(arm, "o") if markers else "",
+            label=label(arm) if arm in present else f"{label(arm)}: no data",
+        )
+        for arm in arms
+    ]
+
+
+def spread(positions: list[float], gap: float) -> list[float]:
+    """Moves label positions apart until neighbours are at least `gap` apart, order kept."""
+    order = sorted(range(len(positions)), key=lambda i: positions[i])
+    moved = [positions[i] for i in order]
+    for _ in range(200):
+        shifted = False
+        for i in range(1, len(moved)):
+            short = gap - (moved[i] - moved[i - 1])
+            if short > 1e-9:
+                moved[i - 1] -= short / 2
+                moved[i] += short / 2
+                shifted = True
+        if not shifted:
+            break
+    result = [0.0] * len(positions)
+    for rank, i in enumerate(order):
+        result[i] = moved[rank]
+    return result
+
+
+def no_data(axis: Axes, text: str = "no data") -> None:
+    """Marks a panel that has nothing to draw."""
+    axis.text(
+        0.5, 0.5, text, transform=axis.transAxes,
+        ha="center", va="center", color=QUIET, fontsize=10,
+    )  # fmt: skip
+
+
+def save_figure(folder: str | Path, stem: str, figure: Figure, frame: pd.DataFrame) -> list[Path]:
+    """Writes `<stem>.svg`, `.pdf`, `.png` and the `.csv` drawn, then closes the figure.
+
+    Nothing that changes from run to run (dates, versions, random ids) enters the files.
+    """
+    folder = Path(folder)
+    paths = []
+    try:
+        with matplotlib.rc_context(STYLE):
+            for ending, marks in _METADATA.items():
+                path = folder / f"{stem}.{ending}"
+                save = partial(figure.savefig, format=ending, metadata=marks)
+                replace_atomically(path, save)
+                paths.append(path)
+    finally:
+        plt.close(figure)
+    write_tidy_csv(folder / f"{stem}.csv", frame)
+    return [*paths, folder / f"{stem}.csv"]

@@ -1,0 +1,228 @@
+"""The tidy frame behind every table and figure: one value a row, the same fourteen columns.
+
+A key that does not apply is an empty string, a missing number is nan, an id stays the string it
+was. Numbers are rounded to six significant digits when a row is made, so that equal records give
+equal bytes whatever the order of a sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vflash_analysis.errors import InputError
+from vflash_analysis.metrics import refuse_infinite
+from vflash_analysis.records import BENCHMARKS, COMPARISON_METHODS, METHODS, replace_atomically
+from vflash_analysis.stats import Interval
+
+KEYS = ("item", "benchmark", "method", "objective", "setting", "quantity")
+NUMBERS = ("value", "low", "high")
+COLUMNS = (*KEYS, *NUMBERS, "n", "unit", "device", "status", "source")
+TEXTS = (*KEYS, "unit", "device", "status", "source")
+
+MEASURED, STORED, MISSING = "measured", "stored", "missing"
+PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE = "published only", "not comparable", "comparable"
+STATUSES = (MEASURED, STORED, MISSING, PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE)
+
+BENCHMARK_ORDER = (*BENCHMARKS, "macro")
+METHOD_ORDER = (*METHODS, *COMPARISON_METHODS)
+ARM_ORDER = (
+    "mask_only", "mask_only_2x", "true_reveal", "wrong_reveal", "self_reveal_rev0", "self_reveal",
+)  # fmt: skip
+
+LABELS: Mapping[str, str] = {
+    "ar": "Autoregressive",
+    "chain": "chain",
+    "tree60": "Tree-60",
+    "lookup": "n-gram lookup",
+    "small_chain": "Small target, chain",
+    "small_tree": "Small target, tree",
+    "specvlm_ji": "SpecVLM (Ji)",
+    "specvlm_self": "SpecVLM (Ji), self-drafting",
+    "parallelvlm": "ParallelVLM",
+    "sparrow": "SPARROW",
+    "msd": "MSD",
+    "vispec": "ViSpec",
+    "medusa": "Medusa",
+    "dflash": "DFlash",
+    "lvspec": "LVSpec",
+    "viskip": "ViSkip",
+    "hf_generate": "HF generate",
+    "hf_dflash": "HF generate with the drafter",
+    "mask_only": "mask-only",
+    "mask_only_2x": "mask-only, 2× anchors",
+    "true_reveal": "true reveal",
+    "wrong_reveal": "wrong reveal",
+    "self_reveal_rev0": "self reveal, no loss on revealed",
+    "self_reveal": "self reveal (flow)",
+    "decode_speedup": "decoding speed-up",
+    "decode_speedup_per_clip": "decoding speed-up, mean of clips",
+    "end_to_end_speedup": "end-to-end speed-up",
+    "accepted_length": "accepted length τ",
+    "accepted_length_uncensored": "τ over uncut cycles",
+    "accepted_length_per_clip": "τ, mean of clips",
+    "accepted_drafts": "accepted drafts per cycle",
+    "anchor_accepted_length": "accepted length at every anchor",
+    "masked_slot_accuracy": "accuracy of masked slots",
+    "wrong_corrected": "wrong reveals corrected",
+    "right_kept": "right reveals kept",
+    "cap_share": "share of texts at the cap",
+    "identical_share": "share identical to AR",
+    "ar_ms_per_token": "AR time per token",
+    "ms_per_token": "time per token",
+    "ar_vs_generate": "HF generate time over AR time",
+    "chain_vs_hf_dflash": "HF dflash time over chain time",
+    "predicted_speedup": "predicted speed-up",
+    "draft_ms": "draft time per cycle",
+    "verify_ms": "verify time per cycle",
+    "other_share": "share of other time",
+    "forward_equivalents": "training forward-equivalents",
+    "train_s": "training time",
+    "paired_difference": "paired difference",
+    "paired_difference_t": "paired difference, t over seeds",
+}
+
+
+def label(key: str) -> str:
+    """The words a reader sees for a method, arm or quantity; the key itself where none are set."""
+    return LABELS.get(key, key)
+
+
+def setting_text(**keys: Any) -> str:
+    """Keys as one `setting` cell, in the order given: "clips=240;steps=400". None is left out."""
+    return ";".join(f"{key}={value}" for key, value in keys.items() if value is not None)
+
+
+def parse_setting(text: str) -> dict[str, str]:
+    """The inverse of `setting_text`; a word without "=" is kept under its own name."""
+    parts = [word.split("=", 1) for word in text.split(";") if word]
+    return {part[0]: part[-1] for part in parts}
+
+
+def round_number(value: float) -> float:
+    """Six significant digits; nan stays nan."""
+    return float(f"{value:.6g}") if math.isfinite(value) else float(value)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What every row of one group shares: the table, where the numbers come from, the machine."""
+
+    item: str
+    device: str
+    status: str
+    source: str
+
+    def row(
+        self,
+        quantity: str,
+        value: Interval | float,
+        unit: str,
+        n: int | None = None,
+        benchmark: str = "",
+        method: str = "",
+        objective: str = "",
+        setting: str = "",
+    ) -> dict[str, Any]:
+        """One tidy row; a value that is nan gets the status "missing"."""
+        if isinstance(value, Interval):
+            number, low, high = value.value, value.low, value.high
+            n = value.n if n is None else n
+        else:
+            number, low, high = float(value), math.nan, math.nan
+        absent = math.isnan(number)
+        return {
+            "item": self.item,
+            "benchmark": benchmark,
+            "method": method,
+            "objective": objective,
+            "setting": setting,
+            "quantity": quantity,
+            "value": round_number(number),
+            "low": round_number(low),
+            "high": round_number(high),
+            "n": pd.NA if n is None else int(n),
+            "unit": unit,
+            "device": self.device,
+            "status": MISSING if absent else self.status,
+            "source": self.source,
+        }
+
+
+def tidy(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """A checked tidy frame of the rows, in their order."""
+    return checked(pd.DataFrame(list(rows), columns=list(COLUMNS)))
+
+
+def checked(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the tidy columns and types, or InputError naming the fault.
+
+    Raises:
+        InputError: other columns, a missing text key, an unknown status, an infinite number, or
+            two rows with the same keys.
+    """
+    if list(frame.columns) != list(COLUMNS):
+        raise InputError(f"tidy frame: columns {list(frame.columns)}, allowed {list(COLUMNS)}")
+    frame = frame.reset_index(drop=True)
+    for column in TEXTS:
+        if frame[column].isna().any():
+            raise InputError(
+                f"tidy frame: '{column}' is missing in row {frame[column].isna().argmax()}"
+            )
+        frame[column] = frame[column].astype("str")
+    for column in NUMBERS:
+        frame[column] = frame[column].astype("Float64").to_numpy(dtype=float, na_value=np.nan)
+    frame["n"] = frame["n"].astype("Int64")
+    refuse_infinite(frame)
+    unknown = sorted(set(frame["status"]) - set(STATUSES))
+    if unknown:
+        raise InputError(f"tidy frame: status {unknown}, allowed {list(STATUSES)}")
+    twice = frame.duplicated([*KEYS, "device", "source"])
+    if twice.any():
+        row = frame.loc[twice, list(KEYS)].iloc[0].to_dict()
+        raise InputError(f"tidy frame: two values for {row}")
+    return frame
+
+
+def number_text(value: float) -> str:
+    """A number as the CSV holds it: six significant digits, empty if missing."""
+    return "" if math.isnan(value) else f"{value:.6g}"
+
+
+def tidy_csv(frame: pd.DataFrame) -> str:
+    """The frame as CSV text with `\\n` line ends; equal frames give equal text."""
+    text = checked(frame).astype({"n": "object"})
+    for column in NUMBERS:
+        text[column] = [number_text(value) for value in text[column]]
+    text["n"] = ["" if pd.isna(n) else str(int(n)) for n in text["n"]]
+    return str(text.to_csv(index=False, lineterminator="\n"))
+
+
+def write_tidy_csv(path: str | Path, frame: pd.DataFrame) -> None:
+    """Writes the frame as CSV (temporary file, then rename)."""
+    text = tidy_csv(frame)
+    replace_atomically(Path(path), lambda temporary: temporary.write_bytes(text.encode()))
+
+
+def read_tidy_csv(path: str | Path) -> pd.DataFrame:
+    """Reads a tidy CSV: a method called "NA" or an id "007" stays that text."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    frame = pd.read_csv(path, dtype=str, keep_default_na=False)
+    for column in (*NUMBERS, "n"):
+        if column in frame.columns:
+            frame[column] = pd.to_numeric(frame[column].replace("", None))
+    return checked(frame)
+
+
+def in_order(values: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Distinct values in the fixed order; unknown ones after it, alphabetically."""
+    found = set(values)
+    return [v for v in order if v in found] + sorted(found - set(order))

@@ -1,0 +1,226 @@
+"""The training figures from tidy frames: F5 loss and slot accuracy, and T3 against compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from vflash_analysis.metrics import plateau
+from vflash_analysis.results.curves import TRAINING_SLOTS
+from vflash_analysis.results.objectives import FLOW_ARM
+from vflash_analysis.results.style import (
+    FAINT,
+    MARKERS,
+    Drawn,
+    arm_handles,
+    colour,
+    devices_text,
+    error_bar,
+    finish,
+    new_figure,
+    no_data,
+    span_text,
+    spread,
+    styled,
+)
+from vflash_analysis.results.tidy import ARM_ORDER, MISSING, checked, in_order, label, parse_setting
+
+_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
+
+
+def _label_ends(axis: Axes, ends: dict[str, tuple[float, float]], gap: float, right: float) -> None:
+    """Names lines at their right ends, moved apart where they would overlap."""
+    arms = list(ends)
+    heights = spread([ends[arm][1] for arm in arms], gap)
+    for arm, height in zip(arms, heights, strict=True):
+        x, y = ends[arm]
+        axis.plot(
+            [x, right], [y, height], color=colour(arm), linewidth=0.6, clip_on=False, alpha=0.6
+        )
+        axis.annotate(
+            label(arm), (right, height), xytext=(3, 0), textcoords="offset points",
+            color=colour(arm), fontsize=8, fontweight="bold", va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+# ---- F5 ---------------------------------------------------------------------------------------
+def _with_keys(frame: pd.DataFrame, *names: str) -> pd.DataFrame:
+    keys = [parse_setting(text) for text in frame["setting"]]
+    return frame.assign(**{name: [key.get(name, "") for key in keys] for name in names})
+
+
+@styled
+def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> Drawn:
+    """F5: loss at the all-mask state and accuracy of five slots by step, one line per arm.
+
+    Args:
+        frame: from `objectives.training_frame`.
+        arms: arms that keep a place in the legend; by default the ones there are.
+    """
+    frame = checked(frame)
+    keyed = _with_keys(frame, "step", "slot")
+    shown = in_order(frame["objective"], ARM_ORDER) if arms is None else list(arms)
+    devices = list(dict.fromkeys(frame["device"]))
+    figure, axes = new_figure(11, 6.7, 2, 3, sharex=True)
+    panels = [("loss_mask", "", "loss from all masks (nats)")]
+    panels += [("slot_accuracy", str(slot), f"accuracy at slot {slot}") for slot in TRAINING_SLOTS]
+    for axis, (quantity, slot, words) in zip(axes.flat, panels, strict=True):
+        rows = keyed.loc[(keyed["quantity"] == quantity) & (keyed["slot"] == slot)]
+        for arm in shown:
+            for device, dash in zip(devices, _DASHES * len(devices), strict=False):
+                own = rows.loc[(rows["objective"] == arm) & (rows["device"] == device)]
+                _draw_steps(axis, own, colour(arm), dash)
+        if rows.empty:
+            no_data(axis)
+        axis.set_title(words)
+        if quantity == "slot_accuracy":
+            axis.set_ylim(0, 1)
+    for axis in axes[-1]:
+        axis.set_xlabel("training step")
+    caption = (
+        f"Trained on {devices_text(frame)}{' (solid, dashed, dotted)' if len(devices) > 1 else ''}. "
+        f"Lines: mean over n = {span_text(frame['n'])} training seeds; bands: smallest and largest "
+        "seed. Each arm's largest data size and budget, all scored from the all-mask state, the one "
+        "that is deployed."
+    )
+    handles = arm_handles(shown, set(frame["objective"]), markers=False)
+    finish(figure, "Training: loss and accuracy by slot", caption, handles, max(1, len(shown)))
+    return figure, frame
+
+
+def _draw_steps(axis: Axes, rows: pd.DataFrame, tone: str, dash: Any) -> None:
+    rows = rows.assign(x=rows["step"].astype(int)).sort_values("x")
+    x, value, low, high = (rows[n].to_numpy(dtype=float) for n in ("x", "value", "low", "high"))
+    axis.fill_between(x, low, high, color=tone, alpha=0.14, linewidth=0)
+    # a single logged step is a point; a line of one point would not show
+    axis.plot(x, value, color=tone, linestyle=dash, linewidth=1.5, marker="" if len(x) > 1 else "o")
+
+
+# ---- T3's figure ------------------------------------------------------------------------------
+_LENGTHS = (
+    ("anchor_accepted_length", "accepted length\nevery anchor of fixed AR texts"),
+    ("accepted_length", "accepted length τ\ndecoded chain"),
+)
+
+
+def _compute_of(frame: pd.DataFrame) -> dict[tuple[str, str, str], float]:
+    rows = frame.loc[frame["quantity"] == "forward_equivalents"]
+    return {
+        (str(r["objective"]), str(r["clips"]), str(r["steps"])): float(r["value"])
+        for _, r in rows.iterrows()
+    }
+
+
+@styled
+def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> Drawn:
+    """T3's figure: accepted length against training compute, a column per data size.
+
+    A dotted line marks an arm's plateau: its last doubling of the budget gained at most 2 %.
+    """
+    frame = checked(frame)
+    asides = ("seed", "minus", "context", "rounds", "revealed")
+    keyed = _with_keys(frame, "clips", "steps", "split", *asides)
+    keyed = keyed.loc[(keyed[list(asides)] == "").all(axis=1)]
+    compute = _compute_of(keyed)
+    wanted = [quantity for quantity, _ in _LENGTHS]
+    lengths = keyed.loc[keyed["quantity"].isin(wanted) & (keyed["status"] != MISSING)]
+    lines = [
+        (quantity, device, split, words)
+        for quantity, words in _LENGTHS
+        for device, split in _distinct(lengths.loc[lengths["quantity"] == quantity])
+    ] or [(_LENGTHS[0][0], "", "", _LENGTHS[0][1])]
+    sizes = sorted(set(lengths["clips"]), key=int) or [""]
+    figure, axes = new_figure(
+        3.0 + 3.6 * len(sizes), 1.4 + 2.9 * len(lines), len(lines), len(sizes), sharex=True,
+        sharey="row",
+    )  # fmt: skip
+    for line, (quantity, device, split, words) in enumerate(lines):
+        row = lengths.loc[
+            (lengths["quantity"] == quantity)
+            & (lengths["device"] == device)
+            & (lengths["split"] == split)
+        ]
+        all_ends = [
+            _draw_compute_lines(axis, row.loc[row["clips"] == size], compute, arms)
+            for axis, size in zip(axes[line], sizes, strict=True)
+        ]
+        for axis, ends in zip(axes[line], all_ends, strict=True):
+            if not ends:
+                no_data(axis)
+        if all_ends[-1]:
+            low, high = axes[line, -1].get_ylim()
+            right = 1.12 * axes[line, -1].get_xlim()[1]
+            _label_ends(axes[line, -1], all_ends[-1], 0.075 * (high - low), right)
+        axes[line, 0].set_ylabel(words + (f", {split}" if split else ""))
+    for axis, size in zip(axes[0], sizes, strict=True):
+        axis.set_title(f"{size} training clips" if size else "no training data")
+    for axis in axes[-1]:
+        axis.set_xlabel("training compute (forward-equivalents)")
+    absent = [label(arm) for arm in arms if arm not in set(lengths["objective"])]
+    seeds = _with_keys(frame, "seed")["seed"]
+    caption = (
+        f"Error bars: 95 % bootstrap over {seeds[seeds != ''].nunique()} training seeds and the "
+        f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
+        "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
+        f"gained at most 2 %). Decoded on {devices_text(lengths)}."
+        + (f" No data: {', '.join(absent)}." if absent else "")
+    )
+    finish(figure, "Training objectives against compute", caption)
+    drawn = lengths.index.union(keyed.index[keyed["quantity"] == "forward_equivalents"])
+    return figure, frame.loc[drawn]
+
+
+def _distinct(rows: pd.DataFrame) -> list[tuple[str, str]]:
+    return sorted({(str(d), str(s)) for d, s in zip(rows["device"], rows["split"], strict=True)})
+
+
+def _draw_compute_lines(
+    axis: Axes,
+    rows: pd.DataFrame,
+    compute: dict[tuple[str, str, str], float],
+    arms: Sequence[str],
+) -> dict[str, tuple[float, float]]:
+    """Draws one line per arm and returns where each ends."""
+    ends: dict[str, tuple[float, float]] = {}
+    edge = 1.6 * max(compute.values(), default=1.0)
+    for number, arm in enumerate(arms):
+        own = rows.loc[rows["objective"] == arm]
+        cells = zip(own["clips"], own["steps"], strict=True)
+        x = np.asarray([compute.get((arm, *cell), math.nan) for cell in cells], dtype=float)
+        own = own.assign(x=x).dropna(subset=["x"]).sort_values("x")
+        if own.empty:
+            continue
+        aside = 2 ** (0.05 * (number - (len(arms) - 1) / 2))
+        at = own["x"].to_numpy(dtype=float) * aside
+        value, low, high = (own[name].to_numpy(dtype=float) for name in ("value", "low", "high"))
+        tone, front = colour(arm), 4 if arm == FLOW_ARM else 3
+        axis.errorbar(
+            at, value, yerr=error_bar(value, low, high), color=tone,
+            marker=MARKERS.get(arm, "o"), elinewidth=0.9, linewidth=1.6, zorder=front,
+        )  # fmt: skip
+        level = plateau(value.tolist())
+        ends[arm] = (float(at[-1]), float(value[-1]))
+        if level is not None:
+            ends[arm] = (edge, level)
+            axis.plot([at[-2], edge], [level] * 2, color=tone, linestyle=(0, (2, 1.5)), linewidth=1)
+    axis.set_xscale("log", base=2)
+    if compute:
+        first, last = min(compute.values()), max(compute.values())
+        ticks = first * 2.0 ** np.arange(math.floor(math.log2(last / first) + 1e-9) + 1)
+        axis.set_xticks(ticks, [_short(tick) for tick in ticks])
+        axis.set_xlim(first / 1.25, edge)
+    axis.minorticks_off()
+    axis.grid(True, axis="x", color=FAINT, linewidth=0.5)
+    return ends
+
+
+def _short(value: float) -> str:
+    for unit, words in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{words}"
+    return f"{value:.3g}"

@@ -1,0 +1,151 @@
+"""A table as files: tidy CSV for machines, Markdown and LaTeX for readers; equal data, equal bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from vflash_analysis.records import replace_atomically
+from vflash_analysis.results.tidy import label, write_tidy_csv
+
+NO_VALUE = "–"
+_LATEX = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "×": r"$\times$", "τ": r"$\tau$", "−": r"$-$", "–": "--", "≥": r"$\geq$", "≤": r"$\leq$",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Section:
+    """One grid of a table: a header and rows of ready cells."""
+
+    title: str
+    header: tuple[str, ...]
+    body: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A finished table: `stem` names its files, `frame` is tidy, `sections` are for reading."""
+
+    stem: str
+    title: str
+    caption: str
+    frame: pd.DataFrame
+    sections: tuple[Section, ...]
+
+
+def value_text(value: float, unit: str) -> str:
+    """A number as a reader sees it: factors and lengths with two decimals, shares in percent."""
+    if math.isnan(value):
+        return NO_VALUE
+    if unit == "x":
+        return f"{value:.2f}×"
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    if unit in ("clips", "texts"):
+        return f"{value:.0f}"
+    if unit == "forwards":
+        return f"{value:,.0f}"
+    if unit == "logits":
+        return f"{value:.2g}"
+    return f"{value:.2f}"
+
+
+def cell_text(row: pd.Series, planned: float | None = None) -> str:
+    """Value, interval and n (with the number planned, where known) of one tidy row."""
+    unit = str(row["unit"])
+    text = value_text(float(row["value"]), unit)
+    ends = [value_text(float(row[end]), unit).rstrip("×") for end in ("low", "high")]
+    if NO_VALUE not in ends:
+        span = f"[{ends[0]}, {ends[1]}]"
+        text = f"{text} {span}" if text != NO_VALUE else f"{ends[0]} to {ends[1]}"
+    if text == NO_VALUE or pd.isna(row["n"]):
+        return text
+    n = f"n {int(row['n'])}" if planned is None else f"{int(row['n'])}/{planned:.0f}"
+    return f"{text} ({n})"
+
+
+def pivot(
+    frame: pd.DataFrame,
+    title: str,
+    rows: Sequence[tuple[str, str]],
+    column: str,
+    column_order: Sequence[str],
+    cell: Callable[[pd.Series], str] = cell_text,
+) -> Section:
+    """Spreads tidy rows over the values of one key.
+
+    Args:
+        frame: tidy rows; a (row keys, column) pair must be unique.
+        title: of the section.
+        rows: (tidy column, heading) pairs that name a row, which keep the frame's order.
+        column: the tidy column spread over the grid's columns.
+        column_order: its values, in order; all are shown, with a dash where there is no row.
+        cell: text of one tidy row.
+    """
+    keys = [key for key, _ in rows]
+    grid: dict[tuple[str, ...], dict[str, str]] = {}
+    for _, row in frame.iterrows():
+        name = tuple(str(row[key]) for key in keys)
+        grid.setdefault(name, {})[str(row[column])] = cell(row)
+    header = [heading for _, heading in rows] + [label(c) or "all" for c in column_order]
+    body = [
+        tuple(label(part) for part in name) + tuple(cells.get(c, NO_VALUE) for c in column_order)
+        for name, cells in grid.items()
+    ]
+    return Section(title, tuple(header), tuple(body))
+
+
+def markdown(table: Table) -> str:
+    """The table as Markdown: title, caption, one grid per section."""
+    lines = [f"# {table.title}", "", table.caption, ""]
+    for section in table.sections:
+        lines += [f"## {section.title}", ""]
+        lines.append("| " + " | ".join(_in_grid(c) for c in section.header) + " |")
+        lines.append("|" + " --- |" * len(section.header))
+        lines += ["| " + " | ".join(_in_grid(c) for c in row) + " |" for row in section.body]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _in_grid(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def latex_text(text: str) -> str:
+    """Text with LaTeX's special characters and our symbols escaped."""
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def latex(table: Table) -> str:
+    """The table as LaTeX (booktabs): one tabular per section, the caption with the first."""
+    lines = ["% needs \\usepackage{booktabs}", r"\begin{table*}", r"\centering", r"\small"]
+    lines += [rf"\caption{{{latex_text(table.title + '. ' + table.caption)}}}"]
+    lines += [rf"\label{{tab:{table.stem}}}"]
+    for section in table.sections:
+        lines += [r"\medskip", "", rf"\textbf{{{latex_text(section.title)}}}", ""]
+        lines += [rf"\begin{{tabular}}{{{'l' * len(section.header)}}}", r"\toprule"]
+        lines += [" & ".join(latex_text(c) for c in section.header) + r" \\", r"\midrule"]
+        lines += [" & ".join(latex_text(c) for c in row) + r" \\" for row in section.body]
+        lines += [r"\bottomrule", r"\end{tabular}"]
+    return "\n".join([*lines, r"\end{table*}", ""])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes UTF-8 with `\\n` line ends (temporary file, then rename)."""
+    replace_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))
+
+
+def write_table(folder: str | Path, table: Table) -> list[Path]:
+    """Writes `<stem>.csv`, `.md` and `.tex`; returns their paths."""
+    paths = [Path(folder) / f"{table.stem}.{ending}" for ending in ("csv", "md", "tex")]
+    write_tidy_csv(paths[0], table.frame)
+    write_text(paths[1], markdown(table))
+    write_text(paths[2], latex(table))
+    return paths

@@ -1,0 +1,296 @@
+"""Run a plan: one shard after the other, each in a kernel of its own, judged by what it left.
+
+    vflash run --profile pocket
+
+A shard counts only if `DONE` and every declared output are there. Finished shards are skipped, so
+running again does nothing and says so; a failed notebook is kept beside its results; whatever needs
+a failed shard is left out and named in the summary.
+"""
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vflash_analysis import paths, records
+from vflash_analysis.errors import InputError
+from vflash_analysis.execute import one_line
+from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
+from vflash_analysis.progress import ProgressLine, clock
+from vflash_analysis.stages import Shard, missing_inputs
+
+STATUSES = ("ok", "skipped", "bad input", "error", "died", "timeout", "incomplete", "blocked")
+GOOD = ("ok", "skipped")
+EXECUTED_NOTEBOOK = "notebook.ipynb"
+LOG_LIMIT = 900_000  # bytes of a notebook's standard output that are kept
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Wall-clock limits in seconds: of a cell, and of a kernel's start."""
+
+    timeout_s: int = 6 * 3600
+    start_timeout_s: int = 120
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a shard ended; `status` is one of STATUSES."""
+
+    shard: str
+    status: str
+    seconds: float
+    reason: str = ""
+    notebook: str = ""
+
+
+def _pump(stream: Any, log: Path, show: Callable[[str], None]) -> None:
+    """Copy a notebook's output to its log, up to a size, and show the latest line."""
+    written = 0
+    with log.open("w", encoding="utf-8") as out:
+        for line in stream:
+            if written < LOG_LIMIT:
+                out.write(line)
+                written += len(line)
+                if written >= LOG_LIMIT:
+                    out.write("… (cut)\n")
+            if line.strip():
+                show(one_line(line, 100))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a notebook's process and its kernel: asked first, then killed."""
+    process.terminate()
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def run_shard(
+    shard: Shard,
+    limits: Limits | None = None,
+    show: Callable[[str], None] = lambda line: None,
+    keep_stale: bool = False,
+) -> Outcome:
+    """Execute one shard's notebook and judge it by what it left.
+
+    Args:
+        shard: what to run.
+        limits: wall-clock limits.
+        show: called with each line that the notebook prints.
+        keep_stale: let the notebook use stale results of earlier stages.
+
+    Returns:
+        status "ok" only if `DONE` and every declared output are there and unchanged.
+    """
+    limits = limits or Limits()
+    started = time.monotonic()
+    output = shard.folder / EXECUTED_NOTEBOOK
+    request = shard.folder / f".request-{os.getpid()}.json"
+    answer = request.with_suffix(".answer")
+    environment = {
+        "VFLASH_ROOT": str(paths.ROOT),
+        "VFLASH_RUNS": str(paths.RUNS),
+        STALE_VARIABLE: "1" if keep_stale else "0",
+        RUN_ID_VARIABLE: shard.run_id,
+        "JUPYTER_PREFER_ENV_PATH": "1",  # the kernel of this interpreter, whatever a user installed
+        "TQDM_DISABLE": "1",
+    }
+    ending = {"status": "died", "reason": "the notebook's process ended without an answer"}
+    try:
+        records.write_json_atomic(
+            request,
+            {
+                "notebook": str(shard.notebook),
+                "output": str(output),
+                "parameters": dict(shard.parameters),
+                "folder": str(shard.folder),
+                "cwd": str(paths.ROOT),
+                "kernel": "python3",
+                "timeout_s": limits.timeout_s,
+                "start_timeout_s": limits.start_timeout_s,
+                "environment": environment,
+            },
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vflash_analysis.execute", str(request)],
+            stdout=subprocess.PIPE,
+            stderr=(shard.folder / "stderr.txt").open("w", encoding="utf-8"),
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            cwd=paths.ROOT,
+            env={**os.environ, **environment},
+        )
+        log = shard.folder / "log.txt"
+        pump = threading.Thread(target=_pump, args=(process.stdout, log, show), daemon=True)
+        pump.start()
+        try:
+            process.wait()
+        except BaseException:
+            _end(process)
+            raise
+        pump.join(timeout=10)
+        if answer.is_file():
+            ending = json.loads(answer.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = f"{paths.relative_to_root(shard.folder)}: {error.strerror or error}"
+        ending = {"status": "error", "reason": reason}
+    finally:
+        request.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+    status, reason = ending["status"], ending["reason"]
+    if status == "ok":
+        reason = shard.why_not_done() or ""
+        if reason:
+            status = "incomplete"
+            (shard.folder / records.DONE_NAME).unlink(missing_ok=True)
+    seconds = time.monotonic() - started
+    return Outcome(shard.name, status, seconds, reason, paths.relative_to_root(output))
+
+
+class Durations:
+    """Seconds that each stage took last time, kept per profile, for the time left."""
+
+    def __init__(self, profile: str) -> None:
+        self._file = paths.RUNS / profile / "durations.json"
+        self._known: dict[str, float] = {}
+        if self._file.is_file():
+            try:
+                self._known = {k: float(v) for k, v in records.read_json(self._file).items()}
+            except (InputError, TypeError, ValueError, AttributeError):
+                self._known = {}
+
+    def expected(self, stages: Sequence[str]) -> float | None:
+        """Seconds for these shards' stages; an unknown stage counts as the mean known one."""
+        if not self._known:
+            return None
+        mean = sum(self._known.values()) / len(self._known)
+        return sum(self._known.get(stage, mean) for stage in stages)
+
+    def note(self, stage: str, seconds: float) -> None:
+        self._known[stage] = round(seconds, 2)
+        records.write_json_atomic(self._file, self._known)
+
+
+def select(shards: Sequence[Shard], only: Sequence[str]) -> list[Shard]:
+    """The shards of the named stages, or with the given names; all of them when none is named.
+
+    Raises:
+        InputError: a name is neither a stage nor a shard of the plan.
+    """
+    names = {shard.stage for shard in shards} | {shard.name for shard in shards}
+    for name in only:
+        if name not in names:
+            stages = dict.fromkeys(shard.stage for shard in shards)
+            raise InputError(
+                f"--only: found {name!r}, allowed: {', '.join(stages)}, or a shard's name"
+            )
+    return [s for s in shards if not only or s.stage in only or s.name in only]
+
+
+def run_plan(
+    shards: Sequence[Shard],
+    profile: str,
+    only: Sequence[str] = (),
+    limits: Limits | None = None,
+    keep_stale: bool = False,
+    stream: Any = None,
+) -> list[Outcome]:
+    """Run a plan in order.
+
+    Args:
+        shards: the plan.
+        profile: its profile's name.
+        only: stages or shard names to run; others are taken as they are.
+        limits: wall-clock limits.
+        keep_stale: as in `stages.plan`.
+        stream: where progress goes; standard error when None.
+
+    Returns:
+        One outcome per selected shard, in order.
+
+    Raises:
+        InputError: an input file is missing or a name in `only` is unknown.
+    """
+    chosen = select(shards, only)
+    waiting = [shard for shard in chosen if not shard.done]
+    absent = missing_inputs(waiting)
+    if absent:
+        raise InputError(absent[0])
+    durations = Durations(profile)
+    finished = {shard.name for shard in shards if shard.done}
+    outcomes: list[Outcome] = []
+    line = ProgressLine(len(waiting), stream or sys.stderr)
+    try:
+        for shard in chosen:
+            if shard.name in finished:
+                note = "stale results reused" if shard.stale else ""
+                outcomes.append(Outcome(shard.name, "skipped", 0.0, note))
+                continue
+            missing = [name for name in shard.dependencies if name not in finished]
+            if missing:
+                outcome = Outcome(shard.name, "blocked", 0.0, f"needs {missing[0]}")
+                line.skip(shard.name, outcome.reason)
+            else:
+                todo = [s.stage for s in waiting[waiting.index(shard) :]]
+                line.start(shard.name, durations.expected(todo))
+                outcome = run_shard(shard, limits, line.show, keep_stale)
+                line.end(outcome.status, outcome.seconds, outcome.reason)
+            if outcome.status == "ok":
+                finished.add(shard.name)
+                durations.note(shard.stage, outcome.seconds)
+            outcomes.append(outcome)
+    finally:
+        line.close()
+        if outcomes:
+            write_summary(outcomes, profile)
+    return outcomes
+
+
+def write_summary(outcomes: Sequence[Outcome], profile: str) -> Path:
+    """Write `runs/<profile>/summary.csv`: one row per shard of the last run."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["shard", "status", "seconds", "reason", "notebook"])
+    for o in outcomes:
+        rows.writerow([o.shard, o.status, f"{o.seconds:.1f}", o.reason, o.notebook])
+    path = paths.RUNS / profile / "summary.csv"
+    records.replace_atomically(
+        path, lambda draft: draft.write_text(text.getvalue(), encoding="utf-8")
+    )
+    return path
+
+
+def summary_lines(outcomes: Sequence[Outcome], seconds: float) -> list[str]:
+    """What a person reads at the end: counts, then one line per shard that gave no result."""
+    counts = {status: sum(o.status == status for o in outcomes) for status in STATUSES}
+    told = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
+    if counts["skipped"] == len(outcomes):
+        return [f"nothing to do: all {len(outcomes)} shards are done"]
+    lines = [f"{told or 'no shards'} in {clock(seconds)}"]
+    for o in outcomes:
+        if o.status not in GOOD:
+            kept = f" ({o.notebook})" if o.notebook else ""
+            lines.append(f"  {o.shard}: {o.status}: {o.reason}{kept}")
+    return lines
+
+
+def summary_json(outcomes: Sequence[Outcome], seconds: float) -> Mapping[str, Any]:
+    """The same for programs."""
+    return {
+        "ok": all(o.status in GOOD for o in outcomes),
+        "seconds": round(seconds, 1),
+        "shards": {o.shard: o.status for o in outcomes},
+        "failed": {o.shard: o.reason for o in outcomes if o.status not in GOOD},
+    }

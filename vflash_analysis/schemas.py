@@ -1,0 +1,208 @@
+"""The schemas of the record tables and the names that key columns may hold; see `records`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
+METHODS = (
+    "ar", "chain", "tree60", "lookup", "small_chain", "small_tree", "specvlm_ji", "specvlm_self",
+    "parallelvlm", "sparrow", "msd", "vispec", "medusa", "dflash", "lvspec", "viskip",
+)  # fmt: skip
+# Hugging Face's own loops, run on the same prompts as an independent comparison.
+COMPARISON_METHODS = ("hf_generate", "hf_dflash")
+OBJECTIVES = ("mask_only", "true_reveal", "self_reveal", "wrong_reveal")
+
+KEY = ("run_id", "clip_id", "method", "drafter_sha256", "setting")
+ROW_KEY = (*KEY, "repeat")
+SCHEMA_KEY = b"vflash_schema"
+VERSION_KEY = b"vflash_schema_version"
+_TOKENS = pa.list_(pa.int32())
+
+
+@dataclass(frozen=True)
+class Schema:
+    """A table's name, version and columns; a column that is not nullable must be in every row."""
+
+    name: str
+    version: int
+    arrow: pa.Schema
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.arrow.names)
+
+
+def _schema(
+    name: str, version: int, required: Mapping[str, Any], nullable: Mapping[str, Any]
+) -> Schema:
+    fields = [pa.field(column, kind, nullable=False) for column, kind in required.items()]
+    fields += [pa.field(column, kind) for column, kind in nullable.items()]
+    marks = {SCHEMA_KEY: name.encode(), VERSION_KEY: str(version).encode()}
+    return Schema(name, version, pa.schema(fields, metadata=marks))
+
+
+_KEY_FIELDS = {column: pa.string() for column in KEY}
+_TRAINED_DRAFTER_FIELDS = {
+    "target_sha256": pa.string(),
+    "drafter_sha256": pa.string(),
+    "objective": pa.string(),
+    "train_seed": pa.int64(),
+    "steps": pa.int64(),
+    "training_clips": pa.int64(),
+    "forward_equivalents": pa.float64(),
+    "revealed_weight": pa.float64(),
+    "anchors_per_clip": pa.int64(),
+    "setting": pa.string(),
+}
+
+GENERATIONS = _schema(
+    "generations",
+    1,
+    {
+        **_KEY_FIELDS,
+        "repeat": pa.int64(),
+        "profile": pa.string(),
+        "target": pa.string(),
+        "target_revision": pa.string(),
+        "benchmark": pa.string(),
+        "sample_seed": pa.int64(),
+        "dtype": pa.string(),
+        "attention": pa.string(),
+        "device": pa.string(),
+        "status": pa.string(),
+        "warmup": pa.bool_(),
+    },
+    {
+        "drafter": pa.string(),
+        "objective": pa.string(),
+        "train_seed": pa.int64(),
+        "video_sha256": pa.string(),
+        "prompt_tokens": pa.int64(),
+        "video_tokens": pa.int64(),
+        "frames_requested": pa.int64(),
+        "frames_used": pa.int64(),
+        "reader": pa.string(),
+        "prompt_sha256": pa.string(),
+        "template_sha256": pa.string(),
+        "new_tokens": pa.int64(),
+        "stop_reason": pa.string(),
+        "verify_calls": pa.int64(),
+        "draft_calls": pa.int64(),
+        "frame_read_s": pa.float64(),
+        "vision_s": pa.float64(),
+        "prefill_s": pa.float64(),
+        "context_projection_s": pa.float64(),
+        "decode_s": pa.float64(),
+        "text": pa.string(),
+        "token_ids": _TOKENS,
+        "output_sha256": pa.string(),
+        "identical_to_ar": pa.bool_(),
+        "first_divergence": pa.int64(),
+        "divergence_gap": pa.float64(),
+        "divergence_kind": pa.string(),
+        "reason": pa.string(),
+    },
+)
+"""One row per clip, method and repeat.
+
+Keys are never null: `drafter_sha256` and `setting` are "" where there is none. A warm-up decode has
+`warmup` true and a negative `repeat`. `reader` is name and version ("decord 0.6.0"). `status` is
+"ok" or "failed" (then `reason` says why and every measured column is null). `divergence_kind` is
+null, "near_tie" or "logic_error"; `first_divergence` is the 0-based index of the first token that
+differs from `ar`. Seconds are `*_s`.
+"""
+
+CYCLES = _schema(
+    "cycles",
+    1,
+    {
+        **_KEY_FIELDS,
+        "repeat": pa.int64(),
+        "cycle": pa.int64(),
+        "start_position": pa.int64(),
+        "n_accepted": pa.int64(),
+        "n_committed": pa.int64(),
+        "censored": pa.bool_(),
+        "draft_s": pa.float64(),
+        "verify_s": pa.float64(),
+        "other_s": pa.float64(),
+        "end_s": pa.float64(),
+    },
+    {
+        "draft_token_ids": _TOKENS,
+        "draft_parents": _TOKENS,
+        "draft_logprobs": pa.list_(pa.float32()),
+        "target_token_ids": _TOKENS,
+        "target_rank": _TOKENS,
+    },
+)
+"""One row per cycle. `n_accepted` counts draft tokens equal to the target's choice and kept,
+`n_committed` all tokens kept; `censored` marks a cycle cut by the stop token or the cap. Slots
+after the cut were never judged. `end_s` is seconds since decode start."""
+
+ANCHORS = _schema(
+    "anchors",
+    1,
+    {
+        **_TRAINED_DRAFTER_FIELDS,
+        "clip_id": pa.string(),
+        "benchmark": pa.string(),
+        "split": pa.string(),
+        "anchor_index": pa.int64(),
+        "n_slots": pa.int64(),
+        "n_accepted": pa.int64(),
+    },
+    {"slot_match": pa.list_(pa.bool_())},
+)
+"""One row per anchor of a fixed AR text. `n_slots` (1..15) slots lie before the text's end, so
+the later ones are censored; `slot_match` has n_slots entries."""
+
+TRAINING = _schema(
+    "training",
+    1,
+    {**_TRAINED_DRAFTER_FIELDS, "device": pa.string(), "step": pa.int64(), "loss": pa.float64()},
+    {
+        "loss_mask": pa.float64(),
+        "loss_flow": pa.float64(),
+        "learning_rate": pa.float64(),
+        "seconds": pa.float64(),
+        "forward_equivalents_done": pa.float64(),
+        "slot_accuracy": pa.list_(pa.float64()),
+        "slot_loss": pa.list_(pa.float64()),
+        "wrong_corrected": pa.float64(),
+        "right_kept": pa.float64(),
+        "n_wrong": pa.int64(),
+        "n_right": pa.int64(),
+    },
+)
+"""One row per logged step; `seconds` counts from the start of training, resumes included."""
+
+CONTINUATIONS = _schema(
+    "continuations",
+    1,
+    {
+        "clip_id": pa.string(),
+        "benchmark": pa.string(),
+        "split": pa.string(),
+        "target_sha256": pa.string(),
+        "status": pa.string(),
+    },
+    {
+        "video_sha256": pa.string(),
+        "prompt_tokens": pa.int64(),
+        "video_tokens": pa.int64(),
+        "input_ids": _TOKENS,
+        "new_tokens": pa.int64(),
+        "stop_reason": pa.string(),
+        "text": pa.string(),
+        "reason": pa.string(),
+    },
+)
+"""One row per clip: `input_ids` is prompt and continuation, `new_tokens` the continuation's part."""
+
+SCHEMAS = {s.name: s for s in (GENERATIONS, CYCLES, ANCHORS, TRAINING, CONTINUATIONS)}

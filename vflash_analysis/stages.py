@@ -1,0 +1,377 @@
+"""The stages of a run and the plan: which shards there are, in which order, from what.
+
+A stage is one notebook's job; a shard is one stage for one benchmark and sample seed, or one
+drafter. `plan` is the only planner: the runner, the notebooks, `vflash plan --json` and the
+Snakefile all read it. Each shard's folder is `runs/<profile>/<stage>/<run_id>/`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vflash_analysis import config, environment, identity, paths, records
+from vflash_analysis.config import Profile
+from vflash_analysis.errors import InputError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One notebook's job.
+
+    Attributes:
+        name: folder under `runs/<profile>`.
+        notebook: file in `notebooks/`.
+        settings: dotted names of the settings that decide its result (a section counts whole).
+        needs: stages whose results it reads.
+        outputs: files that must be in its folder when it is done.
+        takes: notebook parameters beyond `profile` and `overrides`.
+        by_hand: parameters that only a person sets; the runner leaves them alone.
+        falls_back: whether the tracked records can stand in for results that are not there.
+    """
+
+    name: str
+    notebook: str
+    settings: tuple[str, ...]
+    needs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    takes: tuple[str, ...] = ()
+    by_hand: tuple[str, ...] = ()
+    falls_back: bool = False
+
+
+_READING = ("clips.num_frames", "clips.reader")
+_CLIP_LISTS = (
+    "clips.source",
+    "clips.benchmarks",
+    "clips.clips_per_suite_all",
+    "clips.sample_seeds",
+    "clips.training_clips",
+    "clips.validation_clips",
+    "clips.target_evaluation_clips",
+    "clips.training_list",
+    "clips.on_bad_clip",
+)
+_TARGET = (
+    "target.revision",
+    "target.dtype",
+    "target.attention",
+    "target.device",
+    "target.compile",
+)
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("environment", "00_check_environment.ipynb", (), (), ("environment.csv",)),
+        Stage(
+            "clips",
+            "10_prepare_clips.ipynb",
+            (*_CLIP_LISTS, *_READING),
+            (),
+            ("training.jsonl", "validation.jsonl", "clips.csv", "checked.csv"),
+        ),
+        Stage(
+            "target",
+            "20_prepare_target.ipynb",
+            (*_TARGET, *_READING, "decode.max_new_tokens"),
+            ("clips",),
+            ("target.json",),
+            by_hand=("retrain",),
+        ),
+        Stage(
+            "continuations",
+            "30_collect_continuations.ipynb",
+            (
+                *_TARGET,
+                *_READING,
+                "continuations",
+                "drafter.num_tapped_layers",
+                "training.anchor_clips",
+            ),
+            ("clips", "target"),
+            (
+                "training/continuations.parquet",
+                "validation/continuations.parquet",
+                "suites/continuations.parquet",
+            ),
+        ),
+        Stage(
+            "drafter",
+            "40_train_drafter.ipynb",
+            (*_TARGET, "drafter", "training"),
+            ("clips", "target", "continuations"),
+            (
+                "drafter/config.json",
+                "drafter/model.safetensors",
+                "training.parquet",
+                "anchors.parquet",
+            ),
+            takes=("arm", "train_seed", "steps"),
+        ),
+        Stage(
+            "decode",
+            "50_decode_suite.ipynb",
+            (*_TARGET, *_READING, "decode", "clips.clips_per_suite", "clips.on_bad_clip"),
+            ("clips", "target", "drafter"),
+            ("generations.parquet", "cycles.parquet"),
+            takes=("benchmark", "sample_seed"),
+        ),
+        Stage(
+            "speedup",
+            "60_compare_speedup.ipynb",
+            ("bootstrap_samples",),
+            ("decode",),
+            ("T1_speedup.csv", "F1_speedup.csv", "T4_lossless.csv"),
+            falls_back=True,
+        ),
+        Stage(
+            "acceptance",
+            "61_compare_acceptance.ipynb",
+            ("bootstrap_samples",),
+            ("decode", "drafter"),
+            ("T2_accepted_length.csv", "F4_acceptance_by_position.csv"),
+            falls_back=True,
+        ),
+        Stage(
+            "ablations",
+            "62_compare_objectives.ipynb",
+            ("bootstrap_samples",),
+            ("drafter",),
+            ("T3_objectives.csv", "F_objectives.csv", "F5_training.csv"),
+            takes=("ablation",),
+            falls_back=True,
+        ),
+        Stage(
+            "beside_paper",
+            "90_compare_paper.ipynb",
+            ("bootstrap_samples",),
+            ("decode",),
+            ("T9_beside_paper.csv",),
+            falls_back=True,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One unit of work: a notebook with its parameters, and the folder its results go to."""
+
+    name: str
+    stage: str
+    notebook: Path
+    parameters: Mapping[str, Any]
+    run_id: str
+    parameters_id: str  # digest of what was asked alone; equal when only code or inputs changed
+    folder: Path
+    dependencies: tuple[str, ...]
+    outputs: tuple[str, ...]
+    inputs: Mapping[str, str]
+    stale: bool = False  # reused though its code or inputs have changed (--keep-stale)
+
+    def why_not_done(self) -> str | None:
+        """One line saying why the shard does not count as complete, None when it does."""
+        reason = records.why_not_done(self.folder, check_sha256=False)
+        if reason:
+            return reason
+        declared = records.read_json(self.folder / records.DONE_NAME)["outputs"]
+        missing = [name for name in self.outputs if name not in declared]
+        if missing:
+            return f"{paths.relative_to_root(self.folder)}: DONE does not declare {missing[0]}"
+        return None
+
+    @property
+    def done(self) -> bool:
+        return self.why_not_done() is None
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON types only; paths relative to the checkout."""
+        row = dataclasses.asdict(self)
+        row["notebook"] = paths.relative_to_root(self.notebook)
+        row["folder"] = paths.relative_to_root(self.folder)
+        row["outputs"] = [f"{row['folder']}/{name}" for name in self.outputs]
+        return row | {"dependencies": list(self.dependencies), "done": self.done}
+
+
+def drafters_of(profile: Profile, sample_seed: int) -> list[tuple[str, int]]:
+    """The drafters (arm, train_seed) that decode a sample seed: training seeds are dealt in turn."""
+    index = profile.clips.sample_seeds.index(sample_seed)
+    train_seed = profile.train_seeds[index % len(profile.train_seeds)]
+    return [(objective, train_seed) for objective in profile.objectives]
+
+
+DrafterKey = tuple[str, int, int]  # arm, train_seed, steps
+
+
+def _shard_parameters(
+    profile: Profile, ablation: bool, more_drafters: Sequence[DrafterKey]
+) -> list[tuple[str, dict[str, Any]]]:
+    """(stage, own parameters) of every shard, in the order in which they run."""
+    steps = profile.training.steps
+    shards: list[tuple[str, dict[str, Any]]] = [
+        (name, {}) for name in ("environment", "clips", "target", "continuations")
+    ]
+    drafters: list[DrafterKey] = [
+        (arm, seed, steps) for seed in profile.train_seeds for arm in profile.objectives
+    ]
+    if ablation:
+        drafters += [
+            (arm, seed, budget)
+            for budget in profile.ablation.budgets
+            for seed in profile.ablation.train_seeds
+            for arm in profile.ablation.arms
+        ]
+    for arm, seed, budget in dict.fromkeys([*drafters, *more_drafters]):
+        config.arm_settings(profile.training, arm, budget, seed)  # refuses an unknown arm
+        shards.append(("drafter", {"arm": arm, "train_seed": seed, "steps": budget}))
+    for sample_seed in profile.clips.sample_seeds:
+        for benchmark in profile.clips.benchmarks:
+            shards.append(("decode", {"benchmark": benchmark, "sample_seed": sample_seed}))
+    shards += [("speedup", {}), ("acceptance", {}), ("ablations", {"ablation": ablation})]
+    return [*shards, ("beside_paper", {})]
+
+
+def shard_name(stage: str, own: Mapping[str, Any]) -> str:
+    """A shard's name: its stage and own parameters, as in `decode-VDC-0`."""
+    return "-".join([stage, *(str(v) for k, v in own.items() if k != "ablation")])
+
+
+def _needed(
+    profile: Profile, stage: Stage, own: Mapping[str, Any], shards: list[Shard]
+) -> list[Shard]:
+    """The shards whose results this one reads."""
+    needed = [shard for shard in shards if shard.stage in stage.needs]
+    if stage.name == "decode":
+        arms = drafters_of(profile, own["sample_seed"])
+    elif stage.name == "acceptance":  # the drafters that decode, not those of the ablation
+        arms = [(arm, seed) for seed in profile.train_seeds for arm in profile.objectives]
+    else:
+        return needed
+    steps = profile.training.steps
+    wanted = {
+        shard_name("drafter", {"arm": arm, "train_seed": seed, "steps": steps})
+        for arm, seed in arms
+    }
+    return [s for s in needed if s.stage != "drafter" or s.name in wanted]
+
+
+def _chosen_settings(profile: Profile, stage: Stage) -> dict[str, Any]:
+    """The settings that decide the stage's result; paths of weights are left out."""
+    everything = config.to_json(profile)
+    chosen: dict[str, Any] = {}
+    for name in stage.settings:
+        value: Any = everything
+        for part in name.split("."):
+            value = value[part]
+        chosen[name] = value
+    if stage.name == "drafter":
+        chosen["drafter"].pop("source")
+        for own in ("objective", "train_seed", "steps"):
+            chosen["training"].pop(own)
+    return chosen
+
+
+def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
+    """Files from outside the run that the stage reads, by name."""
+    files: list[tuple[str, Path]] = []
+    if stage.name == "target" and profile.target.source != config.TINY_TARGET:
+        files.append(("target", config.target_folder(profile.target)))
+    if stage.name == "clips" and profile.clips.source == "suites":
+        files.append(("suites", paths.DATA / "suites"))
+        if profile.clips.training_list:
+            files.append(("training_list", config.data_folder() / profile.clips.training_list))
+    if stage.name == "drafter" and profile.drafter.source:
+        files.append(("drafter", paths.ROOT / profile.drafter.source))
+    if stage.name in ("speedup", "beside_paper"):
+        files.append(("published", paths.DATA / "published"))
+    return files
+
+
+def _find_stale(folder: Path, parameters_id: str) -> str | None:
+    """run_id of the newest finished run of the same parameters beside `folder`."""
+    found = []
+    for done in folder.parent.glob(f"*/{records.DONE_NAME}"):
+        try:
+            payload = records.read_json(done)["payload"]
+        except (InputError, KeyError):
+            continue
+        if payload.get("parameters_id") == parameters_id and records.is_done(done.parent, False):
+            found.append((done.stat().st_mtime_ns, done.parent.name))
+    return max(found)[1] if found else None
+
+
+def plan(
+    profile_name: str,
+    overrides: Mapping[str, Any] | None = None,
+    ablation: bool = False,
+    all_clips: bool = False,
+    keep_stale: bool = False,
+    more_drafters: Sequence[DrafterKey] = (),
+) -> list[Shard]:
+    """Every shard of a run, in an order in which each comes after what it needs.
+
+    Args:
+        profile_name: a file in `data/profiles`.
+        overrides: dotted setting to value.
+        ablation: also train every arm at every budget.
+        all_clips: decode `clips_per_suite_all` clips per suite and seed.
+        keep_stale: reuse (and mark) finished shards though their code or inputs have changed.
+        more_drafters: drafters to train beyond those of the profile.
+
+    Raises:
+        InputError: a bad setting, a missing folder of this machine, code that does not parse.
+    """
+    overrides = dict(overrides or {})
+    profile = config.load_profile(profile_name, overrides)
+    if all_clips:
+        overrides["clips.clips_per_suite"] = profile.clips.clips_per_suite_all
+        profile = config.load_profile(profile_name, overrides)
+    digests = identity.FileDigests(paths.RUNS / ".digests.json")
+    shards: list[Shard] = []
+    codes: dict[str, str] = {}
+    for stage_name, own in _shard_parameters(profile, ablation, more_drafters):
+        stage = STAGES[stage_name]
+        notebook = paths.NOTEBOOKS / stage.notebook
+        if stage_name not in codes:
+            codes[stage_name] = identity.code_digest(notebook)
+        needed = _needed(profile, stage, own, shards)
+        inputs = identity.digests_of(input_files(profile, stage), digests)
+        inputs |= {shard.name: shard.run_id for shard in needed}
+        if stage_name == "environment":
+            inputs["packages"] = identity.sha256_of_json(environment.installed())
+        asked = {"settings": _chosen_settings(profile, stage), "own": own}
+        own_id = identity.run_id(stage_name, asked, codes[stage_name], inputs)
+        folder = paths.RUNS / profile_name / stage_name / own_id
+        shard = Shard(
+            name=shard_name(stage_name, own),
+            stage=stage_name,
+            notebook=notebook,
+            parameters={"profile": profile_name, "overrides": overrides, **own},
+            run_id=own_id,
+            parameters_id=identity.sha256_of_json(asked)[:12],
+            folder=folder,
+            dependencies=tuple(item.name for item in needed),
+            outputs=stage.outputs,
+            inputs=inputs,
+        )
+        if keep_stale and not shard.done:
+            kept = _find_stale(folder, shard.parameters_id)
+            if kept:
+                shard = dataclasses.replace(
+                    shard, run_id=kept, folder=folder.parent / kept, stale=True
+                )
+        shards.append(shard)
+    digests.save()
+    return shards
+
+
+def missing_inputs(shards: list[Shard]) -> list[str]:
+    """One line per input file that is not there, by the shard that needs it."""
+    return [
+        f"{shard.name}: input {name!r} is missing"
+        for shard in shards
+        for name, digest in shard.inputs.items()
+        if digest == identity.ABSENT
+    ]

@@ -1,0 +1,209 @@
+"""Build frozen dataclasses from YAML or JSON values, refusing by dotted name what does not fit.
+
+A message names the setting, what was found and what is allowed. Types understood: dataclasses,
+`tuple[X, ...]`, `Literal` of texts, unions, int, float, str, bool and None; a number's range is
+written as `Annotated[int, Bounds(1, 16)]`.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from vflash_analysis import paths
+from vflash_analysis.errors import InputError
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The closed range of a number."""
+
+    low: float
+    high: float = float("inf")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.low:g} or more"
+            if self.high == float("inf")
+            else f"{self.low:g} to {self.high:g}"
+        )
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """A YAML loader that refuses a key given twice."""
+
+
+def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    twice = [key for i, key in enumerate(keys) if key in keys[:i]]
+    if twice:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"key {twice[0]!r} is given twice", node.start_mark
+        )
+    return loader.construct_mapping(node, deep=True)
+
+
+_StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file whose top level is a mapping.
+
+    Raises:
+        InputError: the file is missing, is not YAML, gives a key twice, or holds no mapping.
+    """
+    try:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except FileNotFoundError:
+        raise InputError(f"{paths.relative_to_root(path)}: no such file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = " ".join(str(error).split())
+        raise InputError(f"{paths.relative_to_root(path)}: not readable as YAML: {line}") from None
+    if not isinstance(loaded, dict):
+        raise InputError(
+            f"{paths.relative_to_root(path)}: found {shown(loaded)}, allowed: a mapping of settings"
+        )
+    return loaded
+
+
+def shown(value: Any) -> str:
+    """A value and its kind in the words of JSON, for messages."""
+    kinds = {bool: "true/false", int: "whole number", float: "number", str: "text", dict: "mapping"}
+    if value is None:
+        return "null"
+    kind = (
+        "list" if isinstance(value, list | tuple) else kinds.get(type(value), type(value).__name__)
+    )
+    try:
+        text = json.dumps(value, default=str)
+    except ValueError:
+        text = str(value)
+    return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _allowed(kind: Any) -> str:
+    """A type in the words of JSON, for messages."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return f"{_allowed(arguments[0])}, {arguments[1]}"
+    if origin is Literal:
+        return "one of " + ", ".join(json.dumps(value) for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_allowed(part) for part in arguments)
+    if origin is tuple:
+        return f"a list, each item {_allowed(arguments[0])}"
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return words.get(kind, "null" if kind is type(None) else "a mapping")
+
+
+def _convert(value: Any, kind: Any, name: str) -> Any:
+    """Check `value` against the type `kind`; lists become tuples, whole numbers become floats."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        number = _convert(value, arguments[0], name)
+        bounds: Bounds = arguments[1]
+        if not bounds.low <= number <= bounds.high:
+            raise InputError(f"{name}: found {shown(value)}, allowed: {bounds}")
+        return number
+    refusal = InputError(f"{name}: found {shown(value)}, allowed: {_allowed(kind)}")
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast(type, kind), value, name)
+    if origin in (typing.Union, types.UnionType):
+        for part in arguments:
+            try:
+                return _convert(value, part, name)
+            except InputError:
+                continue
+        raise refusal
+    if origin is Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+        raise refusal
+    if origin is tuple:
+        if not isinstance(value, list | tuple) or not value:
+            raise refusal
+        items = tuple(_convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
+        if len(set(items)) != len(items):
+            raise InputError(f"{name}: found {shown(value)}, allowed: each item once")
+        return items
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if value != value or value in (float("inf"), float("-inf")):
+            raise InputError(f"{name}: found {value}, allowed: a finite number")
+        return float(value)
+    if kind in (int, bool, str, type(None)) and type(value) is kind:
+        return value
+    raise refusal
+
+
+def build(kind: type, values: Any, name: str = "") -> Any:
+    """Build the dataclass `kind` from a mapping; every field must be there and no other.
+
+    Args:
+        kind: a dataclass.
+        values: nested mappings of JSON values.
+        name: dotted name of the section, for messages; empty at the top.
+
+    Raises:
+        InputError: an unknown, missing, mistyped or out-of-range value, by its dotted name.
+    """
+    if not isinstance(values, Mapping):
+        raise InputError(f"{name}: found {shown(values)}, allowed: a mapping of settings")
+    hints = typing.get_type_hints(kind, include_extras=True)
+    prefix = f"{name}." if name else ""
+    for key in values:
+        if key not in hints:
+            raise InputError(f"{prefix}{key}: unknown setting, allowed: {', '.join(hints)}")
+    for key, hint in hints.items():
+        if key not in values:
+            raise InputError(f"{prefix}{key}: missing, allowed: {_allowed(hint)}")
+    return kind(**{k: _convert(values[k], hint, f"{prefix}{k}") for k, hint in hints.items()})
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `training.steps=300` into its dotted name and JSON value; bare words are text.
+
+    Raises:
+        InputError: there is no `=` or no name before it.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise InputError(f"--set: found {text!r}, allowed: name=value, as in training.steps=300")
+    try:
+        return name.strip(), json.loads(value)
+    except json.JSONDecodeError:
+        pass
+    if value[:1] in "[{":  # a list of bare words, [VDC, MLVU], which is YAML but not JSON
+        try:
+            return name.strip(), yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"{name.strip()}: found {value!r}, allowed: a JSON value") from None
+    return name.strip(), value
+
+
+def apply_overrides(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of nested `values` with each dotted name of `overrides` replaced.
+
+    Raises:
+        InputError: a name is no setting of the profile.
+    """
+    changed = json.loads(json.dumps(values))
+    for name, value in overrides.items():
+        *sections, last = str(name).split(".")
+        place = changed
+        for depth, section in enumerate(sections):
+            if not isinstance(place.get(section), dict):
+                known = ", ".join(key for key, v in place.items() if isinstance(v, dict)) or "none"
+                where = ".".join(sections[: depth + 1])
+                raise InputError(f"{name}: unknown setting, no section {where}; sections: {known}")
+            place = place[section]
+        if last not in place or name == "name":
+            allowed = ", ".join(key for key in place if key != "name")
+            raise InputError(f"{name}: unknown setting, allowed: {allowed}")
+        place[last] = value
+    return changed

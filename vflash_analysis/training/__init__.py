@@ -1,0 +1,1 @@
+"""Target continuations, block-drafter objectives, and the training and evaluation loops."""

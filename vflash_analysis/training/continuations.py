@@ -1,0 +1,404 @@
+"""The target's own greedy texts with the states a drafter reads: collected once, read many times.
+
+`collect_continuations` writes, clip by clip so that a killed run resumes,
+
+    states/<clip id>.safetensors     tapped states (P + N - 1, n * H) of prompt and continuation
+    parts/continuations/...          one record per clip, merged last into
+    continuations.parquet            every clip of the list, a bad one with its reason
+
+The states of the last token are not kept: nothing follows it. `ContinuationSet` reads such a
+folder; `OnlineContinuations` has the same interface and recomputes the states with the target,
+for contexts too long to store (0.7 GB per clip at 25k tokens).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vflash_analysis.clips.suites import Clip
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.target import Target
+from vflash_analysis.records import (
+    CONTINUATIONS,
+    blank_row,
+    merge_parts,
+    part_path,
+    read_records,
+    sha256_of_file,
+    write_part,
+)
+from vflash_analysis.training.batches import Continuation
+from vflash_analysis.training.progress import Progress
+
+STATES = "states"
+
+
+@dataclass(frozen=True)
+class GreedyText:
+    """A greedy continuation: new tokens (N,), states (P + N - 1, n * H) if any, "eos" or "length"."""
+
+    token_ids: Tensor
+    states: Tensor | None
+    stop_reason: str
+
+
+def greedy_continuation(
+    target: Target,
+    input_ids: Tensor,
+    pixel_values: Tensor | None,
+    max_new_tokens: int,
+    tap_layer_ids: Sequence[int] = (),
+) -> GreedyText:
+    """Greedy decoding that keeps the tapped states; ties go to the lowest id.
+
+    Args:
+        target: the frozen target.
+        input_ids: (P,) prompt.
+        pixel_values: of the clip.
+        max_new_tokens: the text is cut there.
+        tap_layer_ids: layers whose outputs are kept; none: no states.
+
+    Returns:
+        The text; a stop token is its last token.
+    """
+    cache = target.new_cache(len(input_ids), max_new_tokens)
+    first = target.prefill(input_ids, pixel_values, cache, tap_layer_ids)
+    tokens, states = [first.logits.argmax()], [first.tapped]
+    while int(tokens[-1]) not in target.stop_ids and len(tokens) < max_new_tokens:
+        step = target.forward(tokens[-1][None], None, cache, tap_layer_ids=tap_layer_ids)
+        states.append(step.tapped)
+        tokens.append(step.logits[-1].argmax())
+    stopped = int(tokens[-1]) in target.stop_ids
+    tapped = [part for part in states if part is not None]
+    return GreedyText(
+        torch.stack(tokens), torch.cat(tapped) if tapped else None, "eos" if stopped else "length"
+    )
+
+
+def teacher_forced_states(
+    target: Target,
+    input_ids: Tensor,
+    prompt_tokens: int,
+    pixel_values: Tensor | None,
+    tap_layer_ids: Sequence[int],
+    rows: int = 64,
+) -> Tensor:
+    """Tapped states of a known text: prompt with pixels, then the continuation on the cache.
+
+    Args:
+        target: the frozen target.
+        input_ids: (P + N,)
+        prompt_tokens: P.
+        pixel_values: of the clip.
+        tap_layer_ids: layers whose outputs are kept.
+        rows: tokens per forward of the continuation.
+
+    Returns:
+        (P + N - 1, n * H); the last token is not run.
+    """
+    text = input_ids[prompt_tokens:-1]
+    cache = target.new_cache(prompt_tokens, max(1, len(text)))
+    first = target.prefill(input_ids[:prompt_tokens], pixel_values, cache, tap_layer_ids)
+    states = [first.tapped]
+    for part in text.split(rows) if len(text) else ():
+        states.append(target.forward(part, None, cache, tap_layer_ids=tap_layer_ids).tapped)
+    return torch.cat([part for part in states if part is not None])
+
+
+def states_path(folder: str | Path, clip_id: str) -> Path:
+    """Where the states of a clip lie."""
+    return Path(folder) / STATES / f"{quote(clip_id, safe='')}.safetensors"
+
+
+def _write_states(path: Path, states: Tensor, tap_layer_ids: Sequence[int]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        marks = {"tap_layer_ids": ",".join(map(str, tap_layer_ids))}
+        save_file({STATES: states.cpu().contiguous()}, temporary, metadata=marks)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_states(path: str | Path) -> tuple[Tensor, tuple[int, ...]]:
+    """States (P + N - 1, n * H) of one clip and the layers they were tapped from.
+
+    Raises:
+        InputError: the file is missing, cut short or not of this kind; names path and size.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file of states; collect the continuations again")
+    try:
+        with safe_open(path, framework="pt") as handle:
+            ids = handle.metadata()["tap_layer_ids"]
+            return handle.get_tensor(STATES), tuple(int(i) for i in ids.split(","))
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: found {path.stat().st_size} bytes that are no complete file of states "
+            f"({error}); collect the continuations again"
+        ) from error
+
+
+def _is_current(
+    folder: Path,
+    clip: Clip,
+    target: Target,
+    prompt: Tensor,
+    max_new_tokens: int,
+    taps: tuple[int, ...] | None,
+) -> bool:
+    """Whether a clip's text is there: of this target, video, prompt and length; and its states.
+
+    `taps` None asks for no states.
+    """
+    part = part_path(folder, CONTINUATIONS, clip.clip_id)
+    if not part.is_file() or not Path(clip.path).is_file():
+        return False
+    row = read_records(part, CONTINUATIONS).iloc[0]
+    if row["status"] != "ok" or row["target_sha256"] != target.source_sha256:
+        return False
+    if row["video_sha256"] != sha256_of_file(clip.path):
+        return False
+    ids = row["input_ids"]
+    cut = row["stop_reason"] == "length"
+    if row["new_tokens"] > max_new_tokens or (cut and row["new_tokens"] < max_new_tokens):
+        return False
+    if ids[: row["prompt_tokens"]].tolist() != prompt.tolist():
+        return False
+    if taps is None:
+        return True
+    try:
+        states, stored = read_states(states_path(folder, clip.clip_id))
+    except InputError:
+        return False
+    return stored == taps and states.shape[0] == len(ids) - 1
+
+
+def collect_continuations(
+    target: Target,
+    clips: Sequence[Clip],
+    reader: Any,
+    *,
+    num_frames: int,
+    max_new_tokens: int,
+    tap_layer_ids: Sequence[int],
+    out_folder: str | Path,
+    store_states: bool = True,
+    states_dtype: torch.dtype = torch.bfloat16,
+    on_bad_clip: str = "skip",
+    log: Callable[[str], None] = print,
+) -> Path:
+    """The target's greedy text and states for every clip; clips that are done are skipped.
+
+    Args:
+        target: the frozen target.
+        clips: in the order of the records; ids are unique.
+        reader: a `FrameReader`.
+        num_frames: frames per clip.
+        max_new_tokens: the text is cut there.
+        tap_layer_ids: layers whose outputs are kept.
+        out_folder: see the module's head.
+        store_states: False writes the records alone, for `OnlineContinuations`.
+        states_dtype: of the stored states.
+        on_bad_clip: "skip" records the reason and goes on; "fail" raises.
+        log: prints one line.
+
+    Returns:
+        The CONTINUATIONS file.
+
+    Raises:
+        InputError: two clips share an id, or a clip is bad and `on_bad_clip` is "fail".
+    """
+    folder = Path(out_folder)
+    ids = [clip.clip_id for clip in clips]
+    if len(set(ids)) != len(ids):
+        twice = next(i for number, i in enumerate(ids) if i in ids[:number])
+        raise InputError(f"clip list: found clip id {twice!r} twice, allowed: each id once")
+    taps = tuple(tap_layer_ids) if store_states else ()
+
+    def is_current(clip: Clip) -> bool:
+        prompt = target.build_prompt(clip.prompt, num_frames)
+        return _is_current(folder, clip, target, prompt, max_new_tokens, taps or None)
+
+    waiting = [clip for clip in clips if not is_current(clip)]
+    progress = Progress("clip", len(clips), len(clips) - len(waiting), log)
+    n_bad = 0
+    for number, clip in enumerate(waiting, start=len(clips) - len(waiting) + 1):
+        row = {
+            **blank_row(CONTINUATIONS),
+            "clip_id": clip.clip_id,
+            "benchmark": clip.benchmark,
+            "split": clip.split,
+            "target_sha256": target.source_sha256,
+        }
+        try:
+            frames = reader.read(clip.path, num_frames)
+            prompt = target.build_prompt(clip.prompt, len(frames.frames))
+            pixels = target.prepare_frames(frames.frames)
+            text = greedy_continuation(target, prompt, pixels, max_new_tokens, taps)
+        except InputError as error:
+            if on_bad_clip == "fail":
+                raise
+            n_bad += 1
+            log(f"bad clip {clip.clip_id}: {error}")
+            row |= {"status": "failed", "reason": str(error)}
+        else:
+            if text.states is not None:
+                path = states_path(folder, clip.clip_id)
+                _write_states(path, text.states.to(states_dtype), taps)
+            row |= {
+                "status": "ok",
+                "video_sha256": sha256_of_file(clip.path),
+                "prompt_tokens": len(prompt),
+                "video_tokens": int((prompt == target.video_token_id).sum()),
+                "input_ids": [*prompt.tolist(), *text.token_ids.tolist()],
+                "new_tokens": len(text.token_ids),
+                "stop_reason": text.stop_reason,
+                "text": target.tokenizer.decode(text.token_ids, skip_special_tokens=True),
+            }
+        write_part(folder, CONTINUATIONS, clip.clip_id, [row])
+        progress.update(number, f"{n_bad} bad" if n_bad else "")
+    merge_parts(folder, CONTINUATIONS, ids)
+    return folder / "continuations.parquet"
+
+
+class _Records:
+    """The part both sources share: the usable rows of a CONTINUATIONS file."""
+
+    def __init__(self, folder: str | Path, limit: int | None = None) -> None:
+        self.folder = Path(folder)
+        frame = read_records(self.folder / "continuations.parquet", CONTINUATIONS)
+        good = frame[frame["status"] == "ok"]
+        self.n_failed = len(frame) - len(good)
+        self.rows: list[dict[Any, Any]] = good.to_dict("records")[:limit]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def anchor_counts(self) -> list[int]:
+        """Anchors each item offers: new tokens that have a successor."""
+        return [int(row["new_tokens"]) - 1 for row in self.rows]
+
+    def clip_ids(self) -> list[str]:
+        """Clip id of each item."""
+        return [row["clip_id"] for row in self.rows]
+
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and continuation of each item."""
+        return [len(row["input_ids"]) for row in self.rows]
+
+    def _continuation(self, row: dict[Any, Any], states: Tensor) -> Continuation:
+        return Continuation(
+            clip_id=row["clip_id"],
+            benchmark=row["benchmark"],
+            split=row["split"],
+            input_ids=torch.tensor(row["input_ids"], dtype=torch.long),
+            prompt_tokens=int(row["prompt_tokens"]),
+            states=states,
+        )
+
+
+class ContinuationSet(_Records):
+    """Continuations on disk, without the failed clips.
+
+    Args:
+        folder: of `collect_continuations`.
+        in_memory: keep the states of a clip once read.
+        limit: only the first ones.
+
+    Raises:
+        InputError: no such records; on access, a damaged or foreign file of states.
+    """
+
+    def __init__(
+        self, folder: str | Path, in_memory: bool = True, limit: int | None = None
+    ) -> None:
+        super().__init__(folder, limit)
+        self._kept: dict[int, Continuation] = {}
+        self._in_memory = in_memory
+
+    def __getitem__(self, index: int) -> Continuation:
+        if index in self._kept:
+            return self._kept[index]
+        row = self.rows[index]
+        path = states_path(self.folder, row["clip_id"])
+        states, _ = read_states(path)
+        expected = len(row["input_ids"]) - 1
+        if states.shape[0] != expected:
+            raise InputError(f"{path}: found {states.shape[0]} rows of states, allowed: {expected}")
+        item = self._continuation(row, states)
+        if self._in_memory:
+            self._kept[index] = item
+        return item
+
+    def tap_layer_ids(self) -> tuple[int, ...]:
+        """The layers whose states are stored, read from the first clip."""
+        return read_states(states_path(self.folder, self.rows[0]["clip_id"]))[1]
+
+
+def pixel_reader(
+    target: Target, clips: Sequence[Clip], reader: Any, num_frames: int
+) -> Callable[[str], Tensor]:
+    """Pixel values (1, T, 3, S, S) by clip id, read from the clip's file at every call."""
+    paths = {clip.clip_id: clip.path for clip in clips}
+
+    def pixels(clip_id: str) -> Tensor:
+        return target.prepare_frames(reader.read(paths[clip_id], num_frames).frames)
+
+    return pixels
+
+
+class OnlineContinuations(_Records):
+    """The same texts, with states recomputed by the target at every access and never stored.
+
+    Args:
+        folder: of `collect_continuations`; only its records are read.
+        target: the target that wrote the texts.
+        pixels: pixel values of a clip by its id, see `pixel_reader`.
+        tap_layer_ids: layers whose outputs are read.
+        limit: only the first ones.
+
+    Raises:
+        InputError: the texts are another target's.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        target: Target,
+        pixels: Callable[[str], Tensor],
+        tap_layer_ids: Sequence[int],
+        limit: int | None = None,
+    ) -> None:
+        super().__init__(folder, limit)
+        self._target, self._pixels, self._taps = target, pixels, tuple(tap_layer_ids)
+        writers = {row["target_sha256"] for row in self.rows} - {target.source_sha256}
+        if writers:
+            raise InputError(
+                f"{self.folder}: texts of target {writers.pop()}, allowed: {target.source_sha256}, "
+                "the target that is loaded"
+            )
+
+    def __getitem__(self, index: int) -> Continuation:
+        row = self.rows[index]
+        ids = torch.tensor(row["input_ids"], dtype=torch.long, device=self._target.device)
+        states = teacher_forced_states(
+            self._target,
+            ids,
+            int(row["prompt_tokens"]),
+            self._pixels(row["clip_id"]),
+            self._taps,
+        )
+        return self._continuation(row, states)

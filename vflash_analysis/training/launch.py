@@ -1,0 +1,67 @@
+"""Train one drafter on several processes; the same call as notebook 40, under `accelerate launch`.
+
+    accelerate launch --num_processes 8 -m vflash_analysis.training.launch --profile h100 \\
+        --arm self_reveal --train-seed 0 --target RUN --clips RUN --continuations RUN --out FOLDER
+
+`accelerate config` chooses DDP, FSDP2 or several nodes. With FSDP2 use the NO_WRAP policy: all of
+the drafter is gathered for a step, while gradients and optimizer state stay sharded. A killed run
+resumes when started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from vflash_analysis.config import load_profile
+from vflash_analysis.errors import InputError
+from vflash_analysis.strict import parse_override
+from vflash_analysis.training import pipeline
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; 2 on bad input."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--profile", default="h100")
+    parser.add_argument(
+        "--set", action="append", default=[], dest="overrides", metavar="NAME=VALUE"
+    )
+    parser.add_argument("--arm", default="self_reveal")
+    parser.add_argument("--train-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="default: the profile's")
+    for name in ("target", "clips", "continuations"):
+        parser.add_argument(
+            f"--{name}", type=Path, required=True, help="folder of that stage's run"
+        )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="gets drafter/ and training.parquet"
+    )
+    asked = parser.parse_args(arguments)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        settings = load_profile(asked.profile, dict(map(parse_override, asked.overrides)))
+        target = pipeline.open_target(settings, asked.target)
+        pipeline.train_drafter(
+            target,
+            settings,
+            asked.arm,
+            asked.train_seed,
+            asked.steps or settings.training.steps,
+            asked.clips,
+            asked.continuations,
+            asked.out,
+        )
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

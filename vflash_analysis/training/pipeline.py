@@ -1,0 +1,260 @@
+"""From settings to results: what notebooks 20 to 40 call, one function per step.
+
+target = open_target(settings, stage.input("target"))
+collect_lists(target, settings, clips_folder, out_folder)
+train_drafter(target, settings, arm, train_seed, steps, ...)
+score_drafter(target, settings, continuations_folder, out_folder)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from vflash_analysis import config
+from vflash_analysis.clips.lists import Clip
+from vflash_analysis.clips.prepare import all_suite_clips, open_reader, read_list
+from vflash_analysis.config import TINY_TARGET, Profile
+from vflash_analysis.model.drafter import (
+    drafter_config,
+    drafter_sha256,
+    load_drafter,
+    new_drafter,
+)
+from vflash_analysis.model.taps import default_tap_layers
+from vflash_analysis.model.target import Target, load_target
+from vflash_analysis.records import ANCHORS, CONTINUATIONS, TRAINING, read_records, write_records
+from vflash_analysis.training import pocket_target
+from vflash_analysis.training.batches import ContinuationSource
+from vflash_analysis.training.blocks import target_pieces
+from vflash_analysis.training.continuations import (
+    ContinuationSet,
+    OnlineContinuations,
+    collect_continuations,
+)
+from vflash_analysis.training.evaluate import DEPLOYED, REVEALED, drafter_facts, evaluate_anchors
+from vflash_analysis.training.loop import train
+
+LISTS = ("training", "validation", "suites")
+
+
+def weights_folder(settings: Profile, target_folder: Path) -> Path:
+    """Where the target's weights lie: in the target stage's folder if that stage builds them."""
+    if settings.target.source == TINY_TARGET:
+        return target_folder / "target"
+    return config.target_folder(settings.target)
+
+
+def retrain_target(settings: Profile) -> None:
+    """Train the pocket target anew into the profile's folder, an hour on two cores; resumes."""
+    pocket_target.retrain(config.target_folder(settings.target))
+
+
+def build_untrained(clips: list[Clip], folder: Path, seed: int = 0) -> Path:
+    """Write an untrained pocket target whose tokenizer knows the clips' texts; returns its folder."""
+    texts = [text for clip in clips for text in (clip.prompt, clip.reference) if text]
+    tokenizer = pocket_target.train_tokenizer(texts)
+    model = pocket_target.build_model(tokenizer, seed, num_hidden_layers=4)
+    pocket_target.save_target(model, tokenizer, folder)
+    return folder
+
+
+def open_target(settings: Profile, target_folder: Path) -> Target:
+    """Load the target that the profile asks for.
+
+    Args:
+        settings: the profile.
+        target_folder: results of the target stage.
+    """
+    wanted = settings.target
+    return load_target(
+        weights_folder(settings, target_folder),
+        wanted.dtype,
+        wanted.device,
+        attention=wanted.attention,
+        compile=wanted.compile,
+        revision=wanted.revision or None,
+    )
+
+
+def target_facts(target: Target) -> pd.DataFrame:
+    """What was loaded, one fact a row."""
+    facts = target.facts()
+    return pd.DataFrame({"fact": list(facts), "value": [str(value) for value in facts.values()]})
+
+
+def tapped_layers(target: Target, settings: Profile) -> tuple[int, ...]:
+    """Layers of the target whose states the profile's drafters read."""
+    return tuple(default_tap_layers(target.num_layers, settings.drafter.num_tapped_layers))
+
+
+def clips_of(settings: Profile, clips_folder: Path, name: str) -> list[Clip]:
+    """The clips of one of LISTS; "suites" are those at whose anchors drafters are scored."""
+    if name != "suites":
+        return read_list(clips_folder, name)
+    clips = all_suite_clips(clips_folder, settings.clips, settings.clips.clips_per_suite_all)
+    order = sorted(clips, key=lambda clip: clip.clip_id[-4:])  # suites in turn
+    return order[: settings.training.anchor_clips]
+
+
+def collect_lists(target: Target, settings: Profile, clips_folder: Path, out_folder: Path) -> None:
+    """The target's greedy text for every clip of LISTS, each list in its own folder; resumes."""
+    with open_reader(settings.clips) as reader:
+        for name in LISTS:
+            print(f"{name}:", flush=True)
+            collect_continuations(
+                target,
+                clips_of(settings, clips_folder, name),
+                reader,
+                num_frames=settings.clips.num_frames,
+                max_new_tokens=settings.continuations.max_new_tokens,
+                tap_layer_ids=tapped_layers(target, settings),
+                out_folder=out_folder / name,
+                on_bad_clip=settings.clips.on_bad_clip,
+                store_states=settings.continuations.states == "stored",
+            )
+
+
+def continuations_summary(folder: Path) -> pd.DataFrame:
+    """One row per list: clips, texts, mean new tokens, share that ended by themselves."""
+    rows = []
+    for name in LISTS:
+        frame = read_records(folder / name / "continuations.parquet", CONTINUATIONS)
+        good = frame[frame["status"] == "ok"]
+        ended = (good["stop_reason"] == "eos").mean()
+        mean = good["new_tokens"].astype(float).mean()
+        rows.append(
+            {
+                "list": name,
+                "clips": len(frame),
+                "texts": len(good),
+                "mean_new_tokens": mean,
+                "ended_by_themselves": ended,
+            }
+        )
+    return pd.DataFrame(rows).round(3)
+
+
+def sample_texts(folder: Path, name: str, n: int) -> pd.DataFrame:
+    """The first texts of a list, by clip."""
+    frame = read_records(folder / name / "continuations.parquet", CONTINUATIONS)
+    return frame[["clip_id", "new_tokens", "text", "reason"]].head(n)
+
+
+def show_gates(folder: Path) -> pd.DataFrame:
+    """The gates that the target stage wrote; empty where the profile evaluates no clips."""
+    path = folder / "gates.csv"
+    return pd.read_csv(path).round(3) if path.is_file() else pd.DataFrame()
+
+
+@contextlib.contextmanager
+def continuations(
+    target: Target, settings: Profile, clips_folder: Path, folder: Path, name: str
+) -> Iterator[ContinuationSource]:
+    """The texts of one list with their states: from disk, or recomputed by the target."""
+    if settings.continuations.states == "stored":
+        yield ContinuationSet(folder / name)
+        return
+    by_id = {clip.clip_id: clip.path for clip in clips_of(settings, clips_folder, name)}
+    with open_reader(settings.clips) as reader:
+
+        def pixels(clip_id: str) -> Tensor:
+            clip = reader.read(by_id[clip_id], settings.clips.num_frames)
+            return target.prepare_frames(torch.from_numpy(clip.frames))
+
+        yield OnlineContinuations(folder / name, target, pixels, tapped_layers(target, settings))
+
+
+def train_drafter(
+    target: Target,
+    settings: Profile,
+    arm: str,
+    train_seed: int,
+    steps: int,
+    clips_folder: Path,
+    continuations_folder: Path,
+    out_folder: Path,
+) -> Path:
+    """Train one drafter into `<out_folder>/drafter`, or take the one the profile gives; resumes.
+
+    Args:
+        target: the frozen target.
+        settings: the profile.
+        arm: a row of `config.ARMS`.
+        train_seed: of initial weights, clip order and anchors.
+        steps: training steps, with their own full schedule.
+        clips_folder: results of the clips stage.
+        continuations_folder: results of the continuations stage.
+        out_folder: this stage's folder.
+
+    Returns:
+        The drafter's folder.
+    """
+    if settings.drafter.source:
+        given = config.paths.ROOT / settings.drafter.source
+        load_drafter(given, target)  # refuses another target's drafter before it is copied
+        shutil.copytree(given, out_folder / "drafter", dirs_exist_ok=True)
+        write_records(out_folder / "training.parquet", [], TRAINING)
+        return out_folder / "drafter"
+    shape = drafter_config(
+        target,
+        num_hidden_layers=settings.drafter.num_hidden_layers,
+        num_tapped_layers=settings.drafter.num_tapped_layers,
+        block_size=settings.drafter.block_size,
+        intermediate_size=settings.drafter.intermediate_size,
+        context=settings.drafter.context,
+    )
+    with (
+        continuations(target, settings, clips_folder, continuations_folder, "training") as data,
+        continuations(target, settings, clips_folder, continuations_folder, "validation") as held,
+    ):
+        result = train(
+            new_drafter(shape, seed=train_seed, device=target.device),
+            target_pieces(target),
+            data,
+            config.arm_settings(settings.training, arm, steps, train_seed),
+            out_folder,
+            validation=held,
+            mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no",
+        )
+    return result.drafter_folder
+
+
+def score_drafter(
+    target: Target,
+    settings: Profile,
+    clips_folder: Path,
+    continuations_folder: Path,
+    out_folder: Path,
+) -> Path:
+    """Score the stage's drafter at every anchor of the suites' texts; writes anchors.parquet."""
+    folder = out_folder / "drafter"
+    drafter = load_drafter(folder, target)
+    facts: dict[str, Any] = drafter_facts(drafter, drafter_sha256(folder))
+    with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
+        rows = evaluate_anchors(
+            drafter, target_pieces(target), data, facts, settings=[*DEPLOYED, *REVEALED]
+        )
+    write_records(out_folder / "anchors.parquet", rows, ANCHORS)
+    return out_folder / "anchors.parquet"
+
+
+def training_curve(out_folder: Path) -> pd.DataFrame:
+    """The logged steps of a training: step, loss, seconds, forward-equivalents, setting."""
+    frame = read_records(out_folder / "training.parquet", TRAINING)
+    columns = ["step", "loss", "loss_mask", "loss_flow", "seconds", "forward_equivalents_done"]
+    return frame[["setting", *columns]]
+
+
+def acceptance_at_anchors(out_folder: Path) -> pd.DataFrame:
+    """Mean accepted drafts + 1 at every anchor, by benchmark, setting "" (masks alone) first."""
+    frame = read_records(out_folder / "anchors.parquet", ANCHORS)
+    means = (frame["n_accepted"] + 1).groupby([frame["setting"], frame["benchmark"]]).mean()
+    return means.astype(float).round(2).unstack("benchmark")

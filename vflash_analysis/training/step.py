@@ -1,0 +1,130 @@
+"""One optimizer step: the loss as a module, its gradient over a global batch, rate and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vflash_analysis.config import TrainSettings
+from vflash_analysis.errors import InputError
+from vflash_analysis.training.batches import FlowBatch
+from vflash_analysis.training.blocks import TargetPieces
+from vflash_analysis.training.objectives import LossParts
+
+Loss = Callable[..., LossParts]
+
+
+class TrainingStep(nn.Module):
+    """Loss of a drafter as one module forward, so that DDP and FSDP see every use of a weight.
+
+    The target's pieces are not registered: they get no gradient, optimizer state or checkpoint.
+    """
+
+    def __init__(
+        self,
+        drafter: nn.Module,
+        target: TargetPieces,
+        settings: TrainSettings,
+        loss: Loss,
+        mixed_precision: str = "no",
+    ) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self._target, self._settings, self._loss = target, settings, loss
+        # Here and not in accelerate, whose choice holds for the rest of the process.
+        self._autocast = mixed_precision == "bf16"
+
+    def forward(self, batch: FlowBatch, step: int, count_only: bool = False) -> LossParts:
+        """See `objectives.compute_loss`."""
+        device = batch.states.device.type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=self._autocast):
+            return self._loss(
+                self.drafter, batch, self._target, self._settings, step, count_only=count_only
+            )
+
+
+def learning_rate(settings: TrainSettings, step: int) -> float:
+    """Linear warm-up over the first steps, then a cosine down to 0 after the last one.
+
+    Args:
+        settings: peak rate, warm-up fraction, steps.
+        step: 0-based.
+    """
+    warmup = math.ceil(settings.warmup_fraction * settings.steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, settings.steps - warmup)
+    return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def raise_to_fp32(module: nn.Module) -> None:
+    """Turns half-precision parameters into fp32 masters in place: in bf16 small updates vanish."""
+    for parameter in module.parameters():
+        if parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
+
+
+def make_optimizer(module: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters; only matrices decay, norms and biases do not."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
+    )
+
+
+def weighted_loss(numerators: Tensor, denominators: Tensor, weights: Tensor) -> Tensor:
+    """sum_i weights_i * numerators_i / denominators_i; a term without any weight counts 0."""
+    return (weights * numerators / torch.where(denominators > 0, denominators, 1.0)).sum()
+
+
+def gradient_step(
+    model: nn.Module, batches: Sequence[FlowBatch], step: int, accelerator: Any
+) -> dict[str, Tensor]:
+    """Adds the gradient of the global batch's loss, whatever its cut into micro-batches and ranks.
+
+    With one micro-batch the denominators come from its own forward; with more they are counted
+    first, which takes extra forwards only where they depend on the drafter (see `compute_loss`).
+
+    Returns:
+        The log sums of the global batch, with its numerators, denominators and weights.
+
+    Raises:
+        InputError: no slot of the global batch is supervised.
+    """
+    denominators = None
+    if len(batches) > 1:
+        with torch.no_grad():
+            counts = [model(batch, step, count_only=True).denominators for batch in batches]
+        denominators = _global_count(accelerator, torch.stack(counts).sum(0), batches)
+    sums: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches):
+        last = number == len(batches) - 1
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            parts: LossParts = model(batch, step)
+            if denominators is None:
+                denominators = _global_count(accelerator, parts.denominators, batches)
+            loss = weighted_loss(parts.numerators, denominators, parts.weights)
+            # DDP and FSDP average gradients over the processes, the loss is a sum over them.
+            accelerator.backward(loss * accelerator.num_processes)
+        for name, value in {**parts.sums, "numerators": parts.numerators.detach()}.items():
+            sums[name] = sums.get(name, 0.0) + value.double()
+    sums = {name: accelerator.reduce(value, "sum") for name, value in sums.items()}
+    assert denominators is not None
+    return {**sums, "denominators": denominators, "weights": parts.weights}
+
+
+def _global_count(accelerator: Any, counts: Tensor, batches: Sequence[FlowBatch]) -> Tensor:
+    total = accelerator.reduce(counts, "sum")
+    if float(total[0]) <= 0:
+        clips = ", ".join(clip for batch in batches for clip in batch.clip_ids)
+        raise InputError(f"training batch of clips {clips}: found no supervised token")
+    return total
