@@ -65,7 +65,7 @@ def cycle(
 
 def cycles(*rows) -> pd.DataFrame:
     frame = typed_frame(rows, CYCLES)
-    return frame.assign(benchmark="VDC", video=frame["clip_id"])
+    return frame.assign(benchmark="VDC", video=frame["clip_id"], sample_seed=1)
 
 
 # ---- accepted length --------------------------------------------------------------------------

@@ -42,9 +42,9 @@ def test_a_stage_by_hand_leaves_what_the_runner_looks_for():
     assert not stage.done and (stage.folder / LOCK_NAME).exists()
     assert "to do" in repr(stage) and "no earlier stage" in repr(stage)
     leave(stage, ["training.jsonl", "validation.jsonl", "clips.csv", "checked.csv"])
-    leave(stage, ["suites/VDC-0.jsonl"])
+    leave(stage, ["suite-VDC-0.jsonl"])
     told = stage.finish(planned=10, done=9)
-    assert set(told["file"]) >= {"training.jsonl", "suites/VDC-0.jsonl", "manifest.json"}
+    assert set(told["file"]) >= {"training.jsonl", "suite-VDC-0.jsonl", "manifest.json"}
     (shard,) = [s for s in stages.plan("smoke") if s.stage == "clips"]
     assert shard.done and shard.folder == stage.folder
     assert not (stage.folder / LOCK_NAME).exists()

@@ -272,7 +272,7 @@ ANSWER = (
     "import json, sys, pathlib\n"
     "request = pathlib.Path(sys.argv[1]); told = json.loads(request.read_text())\n"
     "answer = lambda status: request.with_suffix('.answer')"
-    ".write_text(json.dumps({'status': status, 'reason': 'said so'}))\n"
+    ".write_text(json.dumps({'status': status, 'reason': 'said so', 'held': True}))\n"
     "folder = pathlib.Path(told['folder'])\n"
 )
 
@@ -295,6 +295,18 @@ def test_done_must_declare_every_output(tmp_path):
     assert "9 bytes" not in shard.why_not_done() and "bytes" in shard.why_not_done()
     (tmp_path / "table.csv").unlink()
     assert "missing" in shard.why_not_done()
+
+
+def test_a_folder_in_use_is_refused_and_left_as_it_is(tmp_path):
+    request = planted(tmp_path, "ok")
+    folder = Path(request["folder"])
+    (folder / "log.txt").write_text("the other run's\n")
+    shard = shard_at(folder, notebook=Path(request["notebook"]), parameters=request["parameters"])
+    with FolderLock(folder):
+        outcome = runner.run_shard(shard)
+    assert outcome.status == "bad input" and f"in use by process {os.getpid()}" in outcome.reason
+    assert [p.name for p in folder.iterdir()] == ["log.txt"]
+    assert (folder / "log.txt").read_text() == "the other run's\n"
 
 
 def test_a_process_that_vanishes_has_died(tmp_path, monkeypatch):

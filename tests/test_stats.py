@@ -20,7 +20,7 @@ from vflash_analysis.stats import (
     bootstrap_macro,
     cluster_totals,
     hierarchical_bootstrap,
-    permutation_band,
+    pairing_band,
     t_interval,
 )
 
@@ -172,25 +172,28 @@ def test_the_crossed_bootstrap_refuses_uneven_seeds():
 
 def test_a_model_that_ignores_its_clip_is_inside_the_band():
     scores = np.random.default_rng(3).random((12, 12)) < 0.3
-    band = permutation_band(scores)
-    assert band.value == pytest.approx(scores.mean())
+    band = pairing_band(scores)
+    assert band.value == pytest.approx(scores[~np.eye(12, dtype=bool)].mean())
     assert band.low < band.value < band.high
     seeing = scores.astype(float)
     np.fill_diagonal(seeing, 1.0)
-    assert np.diag(seeing).mean() > permutation_band(seeing).high
+    assert np.diag(seeing).mean() > pairing_band(seeing).high
 
 
-def test_the_band_of_two_texts_is_its_two_pairings():
-    band = permutation_band(np.array([[1.0, 0.0], [0.0, 1.0]]))
-    assert (band.value, band.low, band.high, band.n) == (0.5, 0, 1, 2)
-    assert permutation_band(np.zeros((0, 0))).note == NO_DATA
-    assert permutation_band(np.ones((1, 1))).note == ONE_VALUE
+def test_the_band_holds_only_pairings_with_other_clips():
+    two = pairing_band(np.array([[1.0, 0.2], [0.4, 1.0]]))
+    assert (two.value, two.low, two.high, two.n) == pytest.approx((0.3, 0.3, 0.3, 2))
+    circle = np.array([[9.0, 0.0, 1.0], [1.0, 9.0, 0.0], [0.0, 1.0, 9.0]])  # two pairings: 0s or 1s
+    three = pairing_band(circle)
+    assert (three.value, three.low, three.high) == (0.5, 0, 1)
+    assert pairing_band(np.zeros((0, 0))).note == NO_DATA
+    assert pairing_band(np.ones((1, 1))).note == ONE_VALUE
 
 
 @pytest.mark.parametrize("scores", [np.zeros((2, 3)), np.array([[np.nan]]), np.zeros(3)])
 def test_a_band_needs_a_finite_square(scores):
     with pytest.raises(InputError, match="allowed is finite"):
-        permutation_band(scores)
+        pairing_band(scores)
 
 
 def test_settings_out_of_range_are_refused():

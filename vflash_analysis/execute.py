@@ -178,9 +178,10 @@ def main(path: str) -> None:
     """Answer one request file."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     request = json.loads(Path(path).read_text(encoding="utf-8"))
-    folder = Path(request["folder"])
+    folder, held = Path(request["folder"]), False
     try:
         with FolderLock(folder) as lock:
+            held = True
             (folder / "DONE").unlink(missing_ok=True)
             os.environ.update(request["environment"], **{TOKEN_VARIABLE: lock.token})
             ending = execute(request)
@@ -190,7 +191,7 @@ def main(path: str) -> None:
         ending = Ending("bad input", one_line(str(error)))
     except OSError as error:
         ending = _describe(error, folder)
-    answer = json.dumps({"status": ending.status, "reason": ending.reason})
+    answer = json.dumps({"status": ending.status, "reason": ending.reason, "held": held})
     Path(path).with_suffix(".answer").write_text(answer, encoding="utf-8")
 
 

@@ -376,9 +376,8 @@ def predicted_speedup_parts(pairs: pd.DataFrame, cycles: pd.DataFrame) -> pd.Dat
     paired clips. Combine with `predicted_ratio`.
     """
     sums = cycles.assign(busy_s=cycles["draft_s"] + cycles["verify_s"], n_cycles=1.0)
-    keys = ["benchmark", "video", "clip_id"]
-    per_clip = sums.groupby(keys, observed=True)[["n_committed", "busy_s", "n_cycles"]].sum()
-    baseline = pairs.groupby(keys, observed=True)[["decode_s_a", "tokens_a"]].sum()
+    per_clip = sums.groupby(_PAIR_KEYS, observed=True)[["n_committed", "busy_s", "n_cycles"]].sum()
+    baseline = pairs.set_index(_PAIR_KEYS)[["decode_s_a", "tokens_a"]]
     rows = baseline.join(per_clip.astype(float), how="inner").reset_index()
     columns = ("n_committed", "n_cycles", "decode_s_a", "tokens_a", "busy_s", "n_cycles")
     return _parts(rows, *(rows[c] for c in columns))

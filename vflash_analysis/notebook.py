@@ -123,12 +123,11 @@ class OpenStage:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Results directly in the folder and in its figures; working files are not declared."""
+    """Results directly in the folder; working files are not declared."""
     kinds = (".csv", ".json", ".jsonl", ".parquet", ".md", ".tex", ".svg", ".pdf", ".png")
-    found = [*folder.glob("*"), *folder.glob("figures/*"), *folder.glob("suites/*")]
     return [
-        str(path.relative_to(folder))
-        for path in found
+        path.name
+        for path in folder.glob("*")
         if path.suffix in kinds and not path.name.startswith(".") and path.stat().st_size
     ]
 

@@ -76,6 +76,80 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
+def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
+    """What `vflash_analysis.execute` needs to know."""
+    return {
+        "notebook": str(shard.notebook),
+        "output": str(shard.folder / EXECUTED_NOTEBOOK),
+        "parameters": dict(shard.parameters),
+        "folder": str(shard.folder),
+        "cwd": str(paths.ROOT),
+        "kernel": "python3",
+        "timeout_s": limits.timeout_s,
+        "start_timeout_s": limits.start_timeout_s,
+        "environment": {
+            "VFLASH_ROOT": str(paths.ROOT),
+            "VFLASH_RUNS": str(paths.RUNS),
+            STALE_VARIABLE: "1" if keep_stale else "0",
+            RUN_ID_VARIABLE: shard.run_id,
+            "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel, whatever a user installed
+            "TQDM_DISABLE": "1",
+        },
+    }
+
+
+def _wait_for(process: subprocess.Popen[str], log: Path, show: Callable[[str], None]) -> None:
+    """Wait for a notebook's process; an interrupt ends it and its kernel."""
+    pump = threading.Thread(target=_pump, args=(process.stdout, log, show), daemon=True)
+    pump.start()
+    try:
+        process.wait()
+    except BaseException:
+        _end(process)
+        raise
+    pump.join(timeout=10)
+
+
+def _execute(
+    shard: Shard, limits: Limits, show: Callable[[str], None], keep_stale: bool
+) -> tuple[str, str]:
+    """Execute the notebook in a process of its own; status and reason as that process saw them."""
+    file = shard.folder / f".request-{os.getpid()}.json"
+    answer = file.with_suffix(".answer")
+    drafts = {name: shard.folder / f".{name}.{os.getpid()}" for name in ("log.txt", "stderr.txt")}
+    held = True  # whether the folder was ours: another run's logs stay as they are
+    try:
+        request = _request(shard, limits, keep_stale)
+        records.write_json_atomic(file, request)
+        with drafts["stderr.txt"].open("w", encoding="utf-8") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "vflash_analysis.execute", str(file)],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                cwd=paths.ROOT,
+                env={**os.environ, **request["environment"]},
+            )
+        _wait_for(process, drafts["log.txt"], show)
+        if not answer.is_file():
+            return "died", "the notebook's process ended without an answer"
+        told = json.loads(answer.read_text(encoding="utf-8"))
+        held = told["held"]
+        return told["status"], told["reason"]
+    except OSError as error:
+        place = paths.relative_to_root(shard.folder)
+        return "error", f"{place}: {error.strerror or error}"
+    finally:
+        for name, draft in drafts.items():
+            if held and draft.is_file():
+                os.replace(draft, shard.folder / name)
+            draft.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
+        answer.unlink(missing_ok=True)
+
+
 def run_shard(
     shard: Shard,
     limits: Limits | None = None,
@@ -93,70 +167,15 @@ def run_shard(
     Returns:
         status "ok" only if `DONE` and every declared output are there and unchanged.
     """
-    limits = limits or Limits()
     started = time.monotonic()
-    output = shard.folder / EXECUTED_NOTEBOOK
-    request = shard.folder / f".request-{os.getpid()}.json"
-    answer = request.with_suffix(".answer")
-    environment = {
-        "VFLASH_ROOT": str(paths.ROOT),
-        "VFLASH_RUNS": str(paths.RUNS),
-        STALE_VARIABLE: "1" if keep_stale else "0",
-        RUN_ID_VARIABLE: shard.run_id,
-        "JUPYTER_PREFER_ENV_PATH": "1",  # the kernel of this interpreter, whatever a user installed
-        "TQDM_DISABLE": "1",
-    }
-    ending = {"status": "died", "reason": "the notebook's process ended without an answer"}
-    try:
-        records.write_json_atomic(
-            request,
-            {
-                "notebook": str(shard.notebook),
-                "output": str(output),
-                "parameters": dict(shard.parameters),
-                "folder": str(shard.folder),
-                "cwd": str(paths.ROOT),
-                "kernel": "python3",
-                "timeout_s": limits.timeout_s,
-                "start_timeout_s": limits.start_timeout_s,
-                "environment": environment,
-            },
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "vflash_analysis.execute", str(request)],
-            stdout=subprocess.PIPE,
-            stderr=(shard.folder / "stderr.txt").open("w", encoding="utf-8"),
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            cwd=paths.ROOT,
-            env={**os.environ, **environment},
-        )
-        log = shard.folder / "log.txt"
-        pump = threading.Thread(target=_pump, args=(process.stdout, log, show), daemon=True)
-        pump.start()
-        try:
-            process.wait()
-        except BaseException:
-            _end(process)
-            raise
-        pump.join(timeout=10)
-        if answer.is_file():
-            ending = json.loads(answer.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = f"{paths.relative_to_root(shard.folder)}: {error.strerror or error}"
-        ending = {"status": "error", "reason": reason}
-    finally:
-        request.unlink(missing_ok=True)
-        answer.unlink(missing_ok=True)
-    status, reason = ending["status"], ending["reason"]
+    status, reason = _execute(shard, limits or Limits(), show, keep_stale)
     if status == "ok":
         reason = shard.why_not_done() or ""
         if reason:
             status = "incomplete"
             (shard.folder / records.DONE_NAME).unlink(missing_ok=True)
-    seconds = time.monotonic() - started
-    return Outcome(shard.name, status, seconds, reason, paths.relative_to_root(output))
+    kept = paths.relative_to_root(shard.folder / EXECUTED_NOTEBOOK)
+    return Outcome(shard.name, status, time.monotonic() - started, reason, kept)
 
 
 class Durations:

@@ -224,30 +224,34 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     return Interval(mean, mean - half, mean + half, len(kept))
 
 
-def permutation_band(
+def pairing_band(
     scores: np.ndarray, n_samples: int = 2000, seed: int = 0, level: float = 0.95
 ) -> Interval:
-    """Band of the mean score when texts are paired with clips at random.
+    """Band of the mean score when each text is paired with some other clip at random.
 
     Args:
         scores: (n, n), score of text i against the facts of clip j.
-        n_samples: random pairings.
+        n_samples: random pairings in which no text keeps its own clip.
 
     Returns:
-        value: the exact mean over all pairings (the mean of the matrix); low, high: the band that
-        holds `level` of the random pairings' means. A model that does not look at its clip falls
-        inside.
+        value: the exact mean over such pairings (the mean off the diagonal); low, high: the band
+        that holds `level` of the random pairings' means. A model that does not look at its clip
+        falls inside.
     """
     _check_settings(n_samples, level)
     scores = np.asarray(scores, dtype=float)
     if scores.ndim != 2 or scores.shape[0] != scores.shape[1] or not np.isfinite(scores).all():
-        raise InputError(f"permutation band: shape {scores.shape}, allowed is finite (n, n)")
+        raise InputError(f"pairing band: shape {scores.shape}, allowed is finite (n, n)")
     n = len(scores)
     if n == 0:
         return Interval(_NAN, _NAN, _NAN, 0, NO_DATA)
     if n == 1:
-        return Interval(float(scores[0, 0]), _NAN, _NAN, 1, ONE_VALUE)
+        return Interval(_NAN, _NAN, _NAN, 1, ONE_VALUE)
     generator = np.random.default_rng(seed)
-    order = np.argsort(generator.random((n_samples, n)), axis=1)  # (B, n), each row a permutation
-    means = scores[np.arange(n), order].mean(axis=1)
-    return _percentiles(means, float(scores.mean()), n, level)
+    places, means = np.arange(n), np.empty(0)
+    while len(means) < n_samples:  # more than a third of all orders move everything
+        order = np.argsort(generator.random((n_samples, n)), axis=1)  # (B, n)
+        order = order[(order != places).all(axis=1)]
+        means = np.concatenate([means, scores[places, order].mean(axis=1)])
+    value = float((scores.sum() - np.trace(scores)) / (n * (n - 1)))
+    return _percentiles(means[:n_samples], value, n, level)

@@ -273,6 +273,7 @@ def test_gradients_are_those_of_the_plain_formula(target):
         torch.testing.assert_close(slope, gradient.flatten()[index], atol=1e-8, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("error")
 def test_autocast_runs_the_training_path(target):
     drafter = tiny_drafter(target, 7, dtype=torch.float32)
     plain = tiny_target(0, num_layers=5, dtype=torch.float32)

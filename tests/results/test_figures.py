@@ -326,7 +326,7 @@ def test_case_137_figures_are_closed_after_saving(tmp_path, steps):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(25):
-            figure = small_figure()
+            figure = plt.figure()
             figure.savefig = lambda path, **options: path.write_bytes(b"drawn")
             save_figure(tmp_path, f"x{number}", figure, frame)
     assert plt.get_fignums() == []

@@ -141,6 +141,8 @@ def test_draws_do_not_depend_on_the_batch() -> None:
     assert torch.equal(together.anchors[1], alone.anchors[0])
     for name in ("times", "slots", "rounds", "order", "samples"):
         assert torch.equal(getattr(together.draws, name)[1], getattr(alone.draws, name)[0])
+    assert not torch.equal(together.draws.times[0], together.draws.times[1])  # each clip its own
+    assert not torch.equal(together.anchors[0] - 5, together.anchors[2] - 7)
     other_epoch = make(data, [(3, 1)])
     assert not torch.equal(other_epoch.draws.times, alone.draws.times)
 

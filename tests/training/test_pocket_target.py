@@ -14,8 +14,7 @@ from vflash_analysis.training.gates import judge_texts
 @pytest.fixture(scope="module")
 def pool():
     parts = [pocket_target._draw(("target_evaluation", family, 4, 0, 1)) for family in QUESTIONS]
-    arrays = [np.concatenate([part[i] for part in parts]) for i in range(4)]
-    return pocket_target.Pool(*arrays, *[[t for part in parts for t in part[i]] for i in (4, 5)])
+    return pocket_target.join_parts(parts)
 
 
 def test_patch_labels_of_a_square_between_two_patches():
@@ -86,25 +85,22 @@ def test_a_few_steps_lower_the_losses_and_the_saved_folder_is_a_target(pool, tmp
 
 
 def test_gates_judge_by_hand_computed_shares():
+    references = [
+        "a red circle stays still",
+        "a blue square stays still",
+        "a green cross rolls upwards",
+    ]
+    written = [
+        "a red circle stays still",
+        "a blue circle stays still",
+        "a green cross rolls downwards",
+    ]
     texts = pd.DataFrame(
         {
             "benchmark": "VDC",
             "prompt": "q",
-            "reference": [
-                "a red circle stays still",
-                "a blue square stays still",
-                "a green cross rolls upwards",
-            ],
-            "text": [
-                "a red circle stays still",
-                "a blue circle stays still",
-                "a green cross rolls downwards",
-            ],
-            "text_of_other_clip": [
-                "a blue circle stays still",
-                "a green cross rolls downwards",
-                "a red circle stays still",
-            ],
+            "reference": references,
+            "text": written,
             "ended": [True, True, False],
         }
     )
@@ -113,4 +109,6 @@ def test_gates_judge_by_hand_computed_shares():
     assert not gates.loc["static attributes", "passed"]
     assert gates.loc["motion and events", "value"] == pytest.approx(2 / 3)
     assert gates.loc["texts that end by themselves", "value"] == pytest.approx(2 / 3)
+    # text 1 with reference 0: shape and direction of three words; texts 2 and 0 with 1 and 2
     assert gates.loc["another clip's frames", "value"] == pytest.approx((2 / 3 + 0 + 0) / 3)
+    assert gates.loc["another clip's frames", "passed"]

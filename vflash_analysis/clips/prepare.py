@@ -30,7 +30,7 @@ from vflash_analysis.errors import InputError
 
 
 def _suite_key(benchmark: str, sample_seed: int) -> str:
-    return f"suites/{benchmark}-{sample_seed}"
+    return f"suite-{benchmark}-{sample_seed}"
 
 
 def _pocket_lists(settings: ClipSettings, folder: Path) -> dict[str, list[Clip]]:
@@ -101,7 +101,9 @@ def prepare_lists(settings: ClipSettings, folder: Path) -> pd.DataFrame:
         lists = _pocket_lists(settings, folder)
     else:
         lists = _suite_lists(settings, config.data_folder())
-    evaluated = [clip for name, clips in lists.items() if "suites/" in name for clip in clips]
+    evaluated = [
+        clip for name, clips in lists.items() if name.startswith("suite-") for clip in clips
+    ]
     check_disjoint([*lists["training"], *lists["validation"]], _each_once(evaluated))
     rows = []
     for name, clips in lists.items():
@@ -161,8 +163,7 @@ def check_lists(settings: ClipSettings, folder: Path, most: int = 10**9) -> pd.D
     Raises:
         ClipError: a bad clip where `on_bad_clip` is "fail".
     """
-    found = [*folder.glob("*.jsonl"), *folder.glob("suites/*.jsonl")]
-    names = sorted(str(path.relative_to(folder).with_suffix("")) for path in found)
+    names = sorted(path.stem for path in folder.glob("*.jsonl"))
     clips = _each_once([clip for name in names for clip in read_list(folder, name)[:most]])
     with open_reader(settings) as reader:
         rows = check_clips(

@@ -107,6 +107,14 @@ def check_drafter_config(config: VFlashConfig) -> None:
         )
 
 
+class RMSNorm(nn.RMSNorm):
+    """Torch's RMS norm in the dtype of its weight, so that autocast neither rounds nor slows it."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., H) to (..., H)"""
+        return super().forward(states.to(self.weight.dtype))
+
+
 class DrafterAttention(nn.Module):
     """Projections of one layer: queries from the block, keys and values from context and block."""
 
@@ -124,8 +132,8 @@ class DrafterAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def _split(self, states: torch.Tensor) -> torch.Tensor:
         return states.unflatten(-1, (-1, self.head_dim))  # (B, N, heads, D)
@@ -164,8 +172,8 @@ class DrafterLayer(nn.Module):
         super().__init__()
         self.self_attn = DrafterAttention(config)
         self.mlp = DrafterMLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals and MLP: hidden (B, Q, H), attended (B, Q, heads, D)."""
@@ -191,9 +199,9 @@ class VFlashDrafter(PreTrainedModel):
         check_drafter_config(config)
         taps = len(config.target_layer_ids or ())
         self.fc = nn.Linear(taps * config.hidden_size, config.hidden_size, bias=False)
-        self.context_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.context_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._frequencies: torch.Tensor | None = None
         self.post_init()
 

@@ -14,7 +14,7 @@ import pandas as pd
 
 from vflash_analysis import stats
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import Combine, grouped, ratio, usable, usable_cycles
+from vflash_analysis.metrics import Combine, grouped, part_columns, ratio, usable, usable_cycles
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
@@ -234,6 +234,12 @@ class DecodeGroup:
 
     def origin(self, item: str, records: Records) -> Origin:
         return Origin(item, f"{self.device}, {self.dtype}", records.status, records.source)
+
+
+def per_clip(parts: pd.DataFrame) -> pd.DataFrame:
+    """Parts summed per clip and sample seed: the same totals in far fewer rows."""
+    keys = ["benchmark", "video", "clip_id", "sample_seed"]
+    return parts.groupby(keys, sort=True, observed=True)[part_columns(parts)].sum().reset_index()
 
 
 def count_clips(frame: pd.DataFrame) -> int:

@@ -100,6 +100,13 @@ STYLE: dict[Any, Any] = {
     "pdf.fonttype": 3,
     "path.simplify": False,
 }
+# Whatever the caller's settings are (a notebook's, a matplotlibrc's), figures start from
+# matplotlib's own; what names the screen or the session stays as it is.
+_SESSION = ("backend", "interactive", "toolbar", "webagg", "tk.", "timezone", "date.epoch")
+_RC: dict[Any, Any] = {
+    **{k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(_SESSION)},
+    **STYLE,
+}
 _METADATA: Mapping[str, dict[str, Any]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
@@ -161,7 +168,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(draw)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(_RC):
             return draw(*arguments, **keywords)
 
     return wrapped
@@ -239,7 +246,7 @@ def save_figure(folder: str | Path, stem: str, figure: Figure, frame: pd.DataFra
     folder = Path(folder)
     paths = []
     try:
-        with matplotlib.rc_context(STYLE):
+        with matplotlib.rc_context(_RC):
             for ending, marks in _METADATA.items():
                 path = folder / f"{stem}.{ending}"
                 save = partial(figure.savefig, format=ending, metadata=marks)

@@ -26,6 +26,7 @@ from vflash_analysis.results.sources import (
     count_clips,
     decode_groups,
     method_rows,
+    per_clip,
 )
 from vflash_analysis.results.tidy import (
     ARM_ORDER,
@@ -63,6 +64,7 @@ def by_benchmark(
     if unknown:
         raise InputError(f"benchmark {unknown}, allowed are {list(BENCHMARKS)}")
     row = partial(origin.row, method=method, objective=objective, setting=setting)
+    parts = per_clip(parts)
     rows: list[Row] = []
     for name in BENCHMARKS:
         own = parts.loc[parts["benchmark"] == name]

@@ -16,7 +16,7 @@ from vflash_analysis.clips.read import FrameReader
 from vflash_analysis.clips.suites import Clip
 from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
 from vflash_analysis.model.target import Target
-from vflash_analysis.stats import permutation_band
+from vflash_analysis.stats import pairing_band
 from vflash_analysis.training.continuations import greedy_continuation
 
 STATIC_LIMIT, DYNAMIC_LIMIT, ENDED_LIMIT = 0.90, 0.75, 0.99
@@ -29,7 +29,7 @@ class TargetGates:
     Attributes:
         gates: one row a gate: gate, value, allowed, n, passed.
         kinds: one row a benchmark and kind of attribute: accuracy, n words.
-        texts: one row a clip: benchmark, reference, text, text_of_other_clip, ended.
+        texts: one row a clip: clip_id, benchmark, prompt, reference, text, ended.
     """
 
     gates: pd.DataFrame
@@ -45,35 +45,29 @@ class TargetGates:
 def check_target(
     target: Target, clips: list[Clip], reader: FrameReader, num_frames: int, max_new_tokens: int
 ) -> TargetGates:
-    """Let the target write about each clip, and about the next clip's frames of the same benchmark under the same question.
+    """Let the target write about each clip and judge the texts.
 
     Args:
         target: in the dtype in which it is used.
-        clips: with references; at least two of each question.
+        clips: with references; questions asked of one clip only do not enter the shuffled gate.
         reader: reads the frames.
         num_frames: per clip.
         max_new_tokens: a text that reaches it did not end by itself.
     """
     rows = []
-    for clip, other in _paired(clips):
-        texts, ended = [], []
-        for source in (clip, other):
-            frames = torch.from_numpy(reader.read(source.path, num_frames).frames)
-            prompt = target.build_prompt(clip.prompt, num_frames)
-            out = greedy_continuation(
-                target, prompt, target.prepare_frames(frames), max_new_tokens, (0,)
-            )
-            texts.append(target.tokenizer.decode(out.token_ids, skip_special_tokens=True))
-            ended.append(out.stop_reason == "eos")
+    for clip in clips:
+        frames = torch.from_numpy(reader.read(clip.path, num_frames).frames)
+        prompt = target.build_prompt(clip.prompt, num_frames)
+        pixels = target.prepare_frames(frames)
+        out = greedy_continuation(target, prompt, pixels, max_new_tokens, (0,))
         rows.append(
             {
                 "clip_id": clip.clip_id,
                 "benchmark": clip.benchmark,
                 "prompt": clip.prompt,
                 "reference": clip.reference,
-                "text": texts[0],
-                "text_of_other_clip": texts[1],
-                "ended": ended[0],
+                "text": target.tokenizer.decode(out.token_ids, skip_special_tokens=True),
+                "ended": out.stop_reason == "eos",
             }
         )
     return judge_texts(pd.DataFrame(rows))
@@ -132,45 +126,34 @@ def judge_texts(texts: pd.DataFrame) -> TargetGates:
     return TargetGates(pd.DataFrame(gates), kinds, texts)
 
 
-def _paired(clips: list[Clip]) -> list[tuple[Clip, Clip]]:
-    """Each clip with the next one of the same question (the last with the first)."""
-    groups: dict[tuple[str, str], list[Clip]] = {}
-    for clip in clips:
-        groups.setdefault((clip.benchmark, clip.prompt), []).append(clip)
-    return [
-        (clip, group[(i + 1) % len(group)])
-        for group in groups.values()
-        if len(group) > 1
-        for i, clip in enumerate(group)
-    ]
-
-
 def _score(text: str, reference: str) -> float:
     pairs = attribute_matches(text, reference).values()
     return sum(right for right, _ in pairs) / max(sum(words for _, words in pairs), 1)
 
 
 def _shuffled(texts: pd.DataFrame) -> tuple[float, float, float]:
-    """Mean score of the texts written from other clips' frames, and the band of random pairings within a question."""
-    total = len(texts)
-    value = float(
-        np.mean([_score(row.text_of_other_clip, row.reference) for row in texts.itertuples()])
-    )
-    means, lows, highs = 0.0, 0.0, 0.0
+    """Mean score when a question is answered with the next clip's text, and the band of chance.
+
+    A question is the same for all clips of a group, so the text of the next clip is what the target writes when it is
+    shown that clip's frames instead.
+    """
+    sums = np.zeros(3)  # clips, their scores, the band's mean
+    low, high = 0.0, 0.0  # half-widths of independent groups add in squares
     for _, group in texts.groupby(["benchmark", "prompt"], sort=False):
-        matrix = np.array(
+        if len(group) < 2:
+            continue
+        scores = np.array(
             [
-                [_score(text, reference) for reference in group["reference"]]
+                [_score(str(text), str(asked)) for asked in group["reference"]]
                 for text in group["text"]
             ]
         )
-        band = permutation_band(matrix)
-        share = len(group) / total
-        means += share * band.value
-        lows += (share * (band.value - band.low)) ** 2
-        highs += (share * (band.high - band.value)) ** 2
-    return (
-        value,
-        means - lows**0.5,
-        means + highs**0.5,
-    )  # independent groups: half-widths add in squares
+        band = pairing_band(scores)
+        n = len(group)
+        following = scores[(np.arange(n) + 1) % n, np.arange(n)].mean()
+        sums += (n, n * following, n * band.value)
+        low += (n * (band.value - band.low)) ** 2
+        high += (n * (band.high - band.value)) ** 2
+    total = max(sums[0], 1)
+    value, middle = sums[1] / total, sums[2] / total
+    return float(value), float(middle - low**0.5 / total), float(middle + high**0.5 / total)

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,8 @@ class Pool:
 
 def _draw(
     job: tuple[str, str, int, int, int],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[str], list[str]]:
-    """Draw scenes start, start + step, ... of a split and family."""
+) -> tuple[list[np.ndarray], list[list[str]]]:
+    """Draw scenes start, start + step, ... of a split and family: a pool's four arrays and its two texts."""
     split, family, count, start, step = job
     torch.set_num_threads(1)
     source, out = pocket.scenes(split, family), []
@@ -85,21 +86,15 @@ def _draw(
         pictures, under = pocket.render(scene, times, width, height, rng)
         planes = torch.from_numpy(pictures).permute(0, 3, 1, 2).float()
         small = F.interpolate(planes, (IMAGE_SIZE, IMAGE_SIZE), mode="bicubic", antialias=True)
-        small = small.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        rows = (np.arange(IMAGE_SIZE) * height // IMAGE_SIZE)[:, None]
-        columns = (np.arange(IMAGE_SIZE) * width // IMAGE_SIZE)[None]
-        codes, offsets = _patch_labels(under[:, rows, columns])
-        floor = list(pocket.FLOORS).index(scene.floor)
-        out.append((small, codes, offsets, floor, question(scene), answer(scene)))
-    frames, codes, offsets, floors, questions, answers = zip(*out, strict=True)
-    return (
-        np.stack(frames),
-        np.stack(codes),
-        np.stack(offsets),
-        np.array(floors, np.uint8),
-        list(questions),
-        list(answers),
-    )
+        frames = small.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        ys = (np.arange(IMAGE_SIZE) * height // IMAGE_SIZE)[:, None]
+        xs = (np.arange(IMAGE_SIZE) * width // IMAGE_SIZE)[None]
+        codes, offsets = _patch_labels(under[:, ys, xs])
+        floor = np.uint8(list(pocket.FLOORS).index(scene.floor))
+        out.append((frames, codes, offsets, floor, question(scene), answer(scene)))
+    columns = list(zip(*out, strict=True))
+    arrays = [np.stack(column) for column in columns[:4]]
+    return arrays, [list(column) for column in columns[4:]]
 
 
 def _patch_labels(under: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -136,10 +131,24 @@ def draw_pool(split: str, scenes_per_family: int, workers: int = 2) -> Pool:
     ]
     with multiprocessing.get_context("spawn").Pool(workers) as processes:
         parts = processes.map(_draw, jobs, chunksize=1)
-    order = np.random.default_rng(0).permutation(sum(len(part[3]) for part in parts))
-    arrays = [np.concatenate([part[i] for part in parts])[order] for i in range(4)]
-    texts = [[text for part in parts for text in part[i]] for i in (4, 5)]
-    return Pool(*arrays, *[[column[i] for i in order] for column in texts])
+    return join_parts(parts)
+
+
+def join_parts(parts: list[tuple[list[np.ndarray], list[list[str]]]]) -> Pool:
+    """One pool of several parts, in an order drawn once."""
+    order = np.random.default_rng(0).permutation(sum(len(arrays[0]) for arrays, _ in parts))
+    frames, codes, offsets, floors = (
+        np.concatenate([arrays[i] for arrays, _ in parts])[order] for i in range(4)
+    )
+    questions, answers = ([text for _, texts in parts for text in texts[i]] for i in range(2))
+    return Pool(
+        frames,
+        codes,
+        offsets,
+        floors,
+        [questions[i] for i in order],
+        [answers[i] for i in order],
+    )
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -341,10 +350,9 @@ def train_tower(
         One row every 50 steps: step, loss, shares of right colours, shapes and sizes over covered cells, seconds.
     """
     inner = model.model
-    heads = nn.ModuleList(
-        DenseHead(width)
-        for width in (inner.config.vision_config.hidden_size, inner.config.text_config.hidden_size)
-    )
+    patch_head = DenseHead(inner.config.vision_config.hidden_size)
+    cell_head = DenseHead(inner.config.text_config.hidden_size)
+    heads = nn.ModuleList([patch_head, cell_head])
     weights = [*inner.vision_tower.parameters(), *inner.multi_modal_projector.parameters()]
     optimizer = _optimizer(weights, heads, weight_decay=0.01)
     n_scenes, n_frames = pool.codes.shape[:2]
@@ -358,9 +366,9 @@ def train_tower(
             pixels = normalise(pool.frames[scenes, frames])
             seen = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[-1]
             pooled = inner.apply_pooling(inner.multi_modal_projector(seen))
-            patch_loss, _ = heads[0].loss(seen[:, None], dense_labels(codes, offsets, floors))
+            patch_loss, _ = patch_head.loss(seen[:, None], dense_labels(codes, offsets, floors))
             labels = dense_labels(*cells(codes, offsets), floors)
-            cell_loss, right = heads[1].loss(pooled[:, None], labels)
+            cell_loss, right = cell_head.loss(pooled[:, None], labels)
         loss = patch_loss + cell_loss
         _set_rate(optimizer, learning_rate * schedule(step, steps, 50))
         optimizer.zero_grad()
@@ -530,7 +538,7 @@ def train_captions(
                 "optimizer": optimizer.state_dict(),
                 "rows": rows,
             }
-            replace_atomically(checkpoint, lambda path, state=state: torch.save(state, path))
+            replace_atomically(checkpoint, partial(torch.save, state))
     hook.remove()
     return rows
 
@@ -571,7 +579,7 @@ def retrain(
     else:
         tower = train_tower(model, pool, tower_steps)
         state = {"model": model.state_dict(), "rows": tower}
-        replace_atomically(tower_file, lambda path: torch.save(state, path))
+        replace_atomically(tower_file, partial(torch.save, state))
     captions = train_captions(
         model, tokenizer, pool, caption_steps, checkpoint=work / "captions.pt"
     )

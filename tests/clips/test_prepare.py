@@ -1,0 +1,68 @@
+"""The clip lists of a profile: sizes, splits, a folder that can be moved, bad clips by name."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from vflash_analysis import config
+from vflash_analysis.clips import prepare
+from vflash_analysis.clips.read import ClipError
+from vflash_analysis.errors import InputError
+
+SETTINGS = config.load_profile("smoke").clips
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lists")
+    return folder, prepare.prepare_lists(SETTINGS, folder)
+
+
+def test_lists_have_their_sizes_and_share_no_clip(prepared):
+    folder, told = prepared
+    assert dict(zip(told["list"], told["clips"], strict=True)) == {
+        "training": 4, "validation": 2, "target_evaluation": 10, "suite-VDC-0": 2,
+    }  # fmt: skip
+    clips = [clip for name in told["list"] for clip in prepare.read_list(folder, name)]
+    assert len({clip.clip_id for clip in clips}) == len(clips) == 18
+    assert len({clip.benchmark for clip in prepare.read_list(folder, "training")}) == 4
+    assert prepare.suite_list(folder, "VDC", 0, 1)[0].benchmark == "VDC"
+    assert len(prepare.all_suite_clips(folder, SETTINGS, 2)) == 2
+    with pytest.raises(InputError, match=r"nothing\.jsonl: no such clip list"):
+        prepare.read_list(folder, "nothing")
+
+
+def test_a_prepared_folder_can_be_moved_and_a_bad_clip_costs_no_other(prepared, tmp_path):
+    folder, _ = prepared
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    clips = prepare.suite_list(moved, "VDC", 0, 2)
+    assert all(str(moved) in clip.path for clip in clips)
+    with open(clips[0].path, "wb") as file:
+        file.write(b"")
+    checked = prepare.check_lists(SETTINGS, moved, most=2).set_index("clip_id")
+    bad = checked[checked["status"] == "bad"]
+    assert bad["reason"].to_dict() == {clips[0].clip_id: "empty"}
+    assert len(checked) == 8  # two of each of the four lists
+    with pytest.raises(ClipError, match=clips[0].clip_id):
+        prepare.check_lists(dataclasses.replace(SETTINGS, on_bad_clip="fail"), moved)
+
+
+def test_the_sheet_shows_each_clip_once(prepared):
+    folder, _ = prepared
+    figure = prepare.contact_sheet(prepare.read_list(folder, "validation"), SETTINGS, columns=3)
+    assert len(figure.axes) == 2 * 3
+    assert sum(bool(axis.get_title("left")) for axis in figure.axes) == 2
+
+
+def test_real_suites_need_a_training_list(tmp_path, monkeypatch):
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
+    wanted = dataclasses.replace(SETTINGS, source="suites")
+    with pytest.raises(InputError, match=r"clips\.training_list: found null"):
+        prepare.prepare_lists(wanted, tmp_path / "out")
+    (tmp_path / "list.jsonl").write_text('{"video": "a.mp4", "prompt": "What is shown?"}\n')
+    with pytest.raises(InputError, match=r"clips\.training_clips: found 1 clips in list\.jsonl"):
+        prepare.prepare_lists(
+            dataclasses.replace(wanted, training_list="list.jsonl"), tmp_path / "out"
+        )
