@@ -202,6 +202,16 @@ def test_end_to_end_adds_reading_vision_and_prefill():
     assert found == pytest.approx(2.3)
 
 
+def test_a_clip_without_a_reading_time_is_in_no_end_to_end_speedup():
+    ar = [decode("ar", c, 11, 10, 1.0) for c in "ab"]
+    chain = [decode("chain", c, 11, 3, 0.5) for c in "ab"]
+    ar[1]["frame_read_s"] = None
+    rows = usable(generations(*ar, *chain))
+    pairs = pair_clips(rows.loc[rows["method"] == "ar"], rows.loc[rows["method"] == "chain"])
+    assert metrics.end_to_end_speedup_parts(pairs)["clip_id"].tolist() == ["a"]
+    assert len(metrics.decode_speedup_parts(pairs)) == 2
+
+
 def test_a_clip_that_one_side_lacks_is_in_no_speedup():
     ar = [decode("ar", "a", 11, 10, 1.0), decode("ar", "b", 11, 10, 9.0)]
     chain = [

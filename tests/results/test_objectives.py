@@ -76,6 +76,17 @@ def test_t3_differences_are_paired_by_seed_and_anchor(known):
     assert t["high"] - t["value"] == pytest.approx(12.706 * 0.25, rel=1e-3)
 
 
+def test_a_seed_that_one_arm_lacks_is_in_no_difference():
+    frame = known_anchors()
+    extra = frame.loc[(frame["objective"] == "self_reveal") & (frame["train_seed"] == 1)]
+    extra = extra.assign(train_seed=3, drafter_sha256="third", n_accepted=15)
+    table = objectives_table(anchors_only(pd.concat([frame, extra])), FEW).frame
+    row = pick(table, quantity="paired_difference", setting=f"{CELL};minus=mask_only")
+    assert (row["value"], row["n"]) == (1.75, 4)
+    row = pick(table, quantity="anchor_accepted_length", objective="self_reveal", setting=CELL)
+    assert row["n"] == 6
+
+
 def test_t3_accuracy_of_masked_slots(known):
     row = pick(
         known, quantity="masked_slot_accuracy", objective="mask_only", setting=f"{CELL};revealed=0"

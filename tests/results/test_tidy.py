@@ -71,6 +71,8 @@ def test_numbers_are_rounded_once_so_sums_in_any_order_give_equal_text():
     one, other = 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1
     assert one != other
     assert tidy_csv(tidy([row(one)])) == tidy_csv(tidy([row(other)]))
+    # figures draw the frame, so it must be equal too, not only its text
+    pd.testing.assert_frame_equal(tidy([row(one)]), tidy([row(other)]), check_exact=True)
     assert round_number(1234567.8) == 1234570.0
     assert math.isnan(round_number(float("nan")))
 

@@ -101,10 +101,10 @@ STYLE: dict[Any, Any] = {
     "path.simplify": False,
 }
 # Whatever the caller's settings are (a notebook's, a matplotlibrc's), figures start from
-# matplotlib's own; what names the screen or the session stays as it is.
-_SESSION = ("backend", "interactive", "toolbar", "webagg", "tk.", "timezone", "date.epoch")
+# matplotlib's own; what names the screen or the clock stays as it is.
+_KEPT = ("backend", "interactive", "toolbar", "webagg", "tk.", "timezone", "date.epoch")
 _RC: dict[Any, Any] = {
-    **{k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(_SESSION)},
+    **{k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(_KEPT)},
     **STYLE,
 }
 _METADATA: Mapping[str, dict[str, Any]] = {

@@ -90,7 +90,7 @@ def drafted(
 
 
 def _baseline(rows: pd.DataFrame, method: pd.DataFrame, name: str = "ar") -> pd.DataFrame:
-    """The baseline's rows of the runs that decoded the method (same session, same clocks)."""
+    """The baseline's rows of the runs that decoded the method (same machine state, same clocks)."""
     found = rows.loc[(rows["method"] == name) & (rows["setting"] == "")]
     same_run = found.loc[found["run_id"].isin(set(method["run_id"]))]
     return found if same_run.empty else same_run

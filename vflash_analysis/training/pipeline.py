@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vflash_analysis import config
+from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import all_suite_clips, open_reader, read_list
 from vflash_analysis.config import TINY_TARGET, Profile
@@ -54,7 +55,8 @@ def weights_folder(settings: Profile, target_folder: Path) -> Path:
 
 def retrain_target(settings: Profile) -> None:
     """Train the pocket target anew into the profile's folder, an hour on two cores; resumes."""
-    pocket_target.retrain(config.target_folder(settings.target))
+    scenes = settings.clips.target_training_clips // len(pocket.FAMILIES)
+    pocket_target.retrain(config.target_folder(settings.target), scenes)
 
 
 def build_untrained(clips: list[Clip], folder: Path, seed: int = 0) -> Path:

@@ -554,16 +554,13 @@ def _picked(step: int, batch: int, n_examples: int, seed: int) -> list[int]:
 
 
 def retrain(
-    out_folder: Path,
-    scenes_per_family: int = 3600,
-    tower_steps: int = 900,
-    caption_steps: int = 3000,
+    out_folder: Path, scenes_per_family: int, tower_steps: int = 900, caption_steps: int = 3000
 ) -> None:
-    """Train the pocket target from nothing and write it, with its training record, to ``out_folder``.
+    """Train the pocket target from nothing and write it, with its training record, to `out_folder`.
 
-    What is done is kept in ``out_folder/work``; a run that was stopped goes on from there.
+    What is done is kept in `<out_folder>-work`; a run that was stopped goes on from there.
     """
-    work = out_folder / "work"
+    work = out_folder.with_name(out_folder.name + "-work")
     work.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     pool = draw_pool("target_training", scenes_per_family)
