@@ -63,7 +63,7 @@ def anchors_with_arms(records: Records) -> pd.DataFrame:
     return anchors
 
 
-def _difference_parts(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
+def side_by_side(first: pd.DataFrame, second: pd.DataFrame) -> pd.DataFrame:
     """Parts of two arms side by side: p0 / p1 of the first, p2 / p3 of the second."""
     zero = {"p2": 0.0, "p3": 0.0}
     moved = second.rename(columns={"p0": "p2", "p1": "p3"}).assign(p0=0.0, p1=0.0)
@@ -97,7 +97,7 @@ def _difference_rows(
     seeds = set(flow["train_seed"]) & set(other["train_seed"])
     if not seeds:
         return []
-    parts = _difference_parts(_of_seeds(flow, seeds), _of_seeds(other, seeds))
+    parts = side_by_side(_of_seeds(flow, seeds), _of_seeds(other, seeds))
     per_seed = [
         (seed, metrics.value_of(own, difference_of_ratios))
         for (seed,), own in grouped(parts, ["train_seed"])

@@ -40,7 +40,13 @@ from vflash_analysis.training.continuations import (
     OnlineContinuations,
     collect_continuations,
 )
-from vflash_analysis.training.evaluate import DEPLOYED, REVEALED, drafter_facts, evaluate_anchors
+from vflash_analysis.training.evaluate import (
+    DEPLOYED,
+    DIFFICULTY,
+    REVEALED,
+    drafter_facts,
+    evaluate_anchors,
+)
 from vflash_analysis.training.loop import train
 
 LISTS = ("training", "validation", "suites")
@@ -242,7 +248,11 @@ def score_drafter(
     facts: dict[str, Any] = drafter_facts(drafter, drafter_sha256(folder))
     with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
         rows = evaluate_anchors(
-            drafter, target_pieces(target), data, facts, settings=[*DEPLOYED, *REVEALED]
+            drafter,
+            target_pieces(target),
+            data,
+            facts,
+            settings=[*DEPLOYED, *REVEALED, *DIFFICULTY],
         )
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)
     return out_folder / "anchors.parquet"
