@@ -4,7 +4,8 @@
 # make test        the fast tests    make test-all  also the slow ones
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
 # make publish     copy a finished pocket run's records and figures to the tracked places
-# On another machine: `make reproduce PROFILE=h100`; options for the runner: `RUN="--ablation"`.
+# On another machine: `make reproduce PROFILE=h100`. RUN holds options for run and figures:
+# `make reproduce RUN="--ablation --all"` (--ablation, --all, --keep-stale, --set NAME=VALUE).
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -45,7 +46,7 @@ environment: $(FULL)
 
 reproduce: $(FULL)
 	$(BIN)/vflash run --profile $(PROFILE) $(RUN)
-	$(BIN)/vflash figures --profile $(PROFILE)
+	$(BIN)/vflash figures --profile $(PROFILE) $(RUN)
 
 smoke: $(FULL)
 	$(BIN)/vflash run --profile smoke $(RUN)
@@ -70,4 +71,4 @@ figures: $(BASE)
 	$(BIN)/vflash figures
 
 publish: $(FULL)
-	$(BIN)/vflash figures --profile pocket --publish
+	$(BIN)/vflash figures --profile pocket --publish $(RUN)

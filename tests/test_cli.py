@@ -211,8 +211,14 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     place = tmp_path / "tracked"
     monkeypatch.setattr(paths, "TRACKED_RECORDS", place)
     monkeypatch.setattr(publish, "record_folders", lambda shards: [synthetic])
-    monkeypatch.setattr(publish, "build_results", lambda: [tmp_path / "F1.png"])
-    written = publish.publish([])
+    samples = []
+    monkeypatch.setattr(
+        publish,
+        "build_results",
+        lambda n_samples: samples.append(n_samples) or [tmp_path / "F1.png"],
+    )
+    written = publish.publish([], 77)
+    assert samples == [77] and not list(place.glob(".*"))
     assert written[-1] == tmp_path / "F1.png"
     before, after = load_records(synthetic), load_records(place)
     assert len(after.cycles) == len(before.cycles)
@@ -220,9 +226,48 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     assert after.cycles["n_accepted"].equals(before.cycles["n_accepted"])
     monkeypatch.setattr(publish, "SIZE_LIMIT", 10)
     with pytest.raises(InputError, match="allowed: 10"):
-        publish.publish([])
+        publish.publish([], 77)
     with pytest.raises(InputError, match="publish: environment is not done"):
-        publish.publish(stages.plan("smoke"))
+        publish.publish(stages.plan("smoke"), 77)
+
+
+def test_publish_keeps_the_tracked_ablation_unless_a_new_one_takes_its_place(
+    synthetic, tmp_path, runs, monkeypatch
+):
+    anchors = load_records(synthetic).anchors
+    assert anchors["drafter_sha256"].nunique() > 1
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", synthetic)
+    publish.refuse_fewer_drafters(anchors)
+    fewer = anchors[anchors["drafter_sha256"] == anchors["drafter_sha256"].iloc[0]]
+    with pytest.raises(InputError, match=r"found anchors of 1 drafters, allowed: .* --ablation"):
+        publish.refuse_fewer_drafters(fewer)
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path / "nothing")
+    publish.refuse_fewer_drafters(fewer)  # nothing tracked yet, nothing to lose
+    with pytest.raises(InputError, match="publish: environment is not done"):
+        call("figures", "--profile", "pocket", "--publish", "--ablation")
+
+
+@pytest.mark.parametrize("command", ["figures", "report", "demo"])
+def test_records_are_those_of_the_plan_that_the_run_options_give(runs, monkeypatch, command):
+    asked = []
+
+    def plan(*args, **kwargs):
+        asked.append((args, kwargs))
+        raise InputError("stop here")
+
+    monkeypatch.setattr(stages, "plan", plan)
+    words = ["--profile", "smoke", "--all", "--keep-stale", "--set", "decode.tree_nodes=30"]
+    words += [] if command == "demo" else ["--ablation"]  # a demo needs no ablation
+    with pytest.raises(InputError, match="stop here"):
+        call(command, *words)
+    assert asked == [(("smoke", {"decode.tree_nodes": 30}, command != "demo", True, True), {})]
+
+
+def test_make_gives_the_same_options_to_run_and_figures():
+    lines = (paths.ROOT / "Makefile").read_text().split("reproduce: ")[1].splitlines()[1:3]
+    assert [line.split("vflash ")[1] for line in lines] == [
+        f"{command} --profile $(PROFILE) $(RUN)" for command in ("run", "figures")
+    ]
 
 
 def test_bulky_detail_stays_for_one_clip_of_each_benchmark():

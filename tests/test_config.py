@@ -40,7 +40,12 @@ def test_profiles_state_the_sizes_of_the_protocol():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"training.stpes": 3}, "training.stpes: unknown setting, allowed: objective"),
+        ({"training.stpes": 3}, "training.stpes: unknown setting, allowed: steps"),
+        (
+            {"training.objective": "mask_only"},
+            "training.objective: set by each drafter's own shard",
+        ),
+        ({"training.train_seed": 3}, "allowed: `train_seeds` and `ablation.train_seeds`"),
         ({"train.steps": 3}, "train.steps: unknown setting, no section train; sections: target"),
         ({"steps": 3}, "steps: unknown setting, allowed: target"),
         ({"name": "other"}, "name: unknown setting, allowed: target"),
@@ -93,7 +98,7 @@ def test_an_unknown_profile_lists_the_known_ones():
     "section", ["target", "clips", "drafter", "training", "decode", "ablation"]
 )
 def test_a_missing_setting_is_named_even_where_the_code_has_a_default(section):
-    values = config.to_json(config.load_profile("pocket"))
+    values = strict.read_yaml(paths.PROFILES / "pocket.yaml")
     for key in list(values[section]):
         one_less = json.loads(json.dumps(values))
         del one_less[section][key]

@@ -1,11 +1,13 @@
 """pyproject, lock, environment, Makefile and CI say the same thing; the base stays light."""
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -193,5 +195,39 @@ def test_the_lock_is_read_strictly(tmp_path, monkeypatch):
 
 def test_a_manifest_names_machine_commit_and_versions():
     facts = environment.machine()
+    json.dumps(facts)
     assert {"device", "driver", "threads", "versions", "git_commit", "git_dirty"} <= set(facts)
     assert facts["versions"]["numpy"] and facts["versions"]["python"]
+
+
+def test_an_idle_gpu_is_not_the_device_and_the_driver_is_the_drivers(monkeypatch):
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: False,
+        get_device_name=lambda device: "NVIDIA H100 80GB HBM3",
+    )
+    torch = SimpleNamespace(
+        cuda=cuda, get_num_threads=lambda: 7, version=SimpleNamespace(cuda="12.8")
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setattr(environment, "_cpu_model", lambda: "Xeon")
+    answer = {"driver_version": "570.1", "clocks.sm": "1980 MHz"}
+    monkeypatch.setattr(environment, "_nvidia_smi", lambda *fields: dict(answer))
+    for idle in (environment.machine(), environment.machine("cpu")):
+        assert idle["device"] == environment.device_label("cpu") == "cpu (Xeon, 7 threads)"
+        assert idle["driver"] is None and "cuda" not in idle["versions"]
+    cuda.is_initialized = lambda: True
+    used = environment.machine()
+    assert used["device"] == "NVIDIA H100 80GB HBM3" and used["driver"] == "570.1"
+    assert used["clocks"] == {"clocks.sm": "1980 MHz"} and used["versions"]["cuda"] == "12.8"
+    assert environment.machine("cpu")["device"] == "cpu (Xeon, 7 threads)"
+
+
+@pytest.mark.parametrize(
+    ("printed", "driver"), [("570.1, 1980 MHz\n", "570.1"), ("570.1\n", None), ("", None)]
+)
+def test_nvidia_smi_is_read_or_stays_unknown(monkeypatch, printed, driver):
+    answer = SimpleNamespace(stdout=printed)
+    monkeypatch.setattr(environment.subprocess, "run", lambda *args, **options: answer)
+    found = environment._nvidia_smi("driver_version", "clocks.sm")
+    assert found == {"driver_version": driver, "clocks.sm": "1980 MHz" if driver else None}

@@ -111,42 +111,54 @@ def test_the_share_of_texts_at_the_cap():
 
 
 # ---- acceptance by position -------------------------------------------------------------------
-def positions(parts_of, frame, survival, slots, **more):
-    return [value_of(parts_of(frame, k, survival, **more), ratio) for k in slots]
+def positions(parts_of, frame, survival, slots):
+    return [value_of(parts_of(frame, k, survival), ratio) for k in slots]
 
 
 def test_acceptance_by_position_by_hand():
     # accepted 0, 1, 3, 3 of 3 slots: one cycle fails at slot 1, one at slot 2, two take all
     frame = cycles(cycle(0), cycle(1), cycle(3), cycle(3))
-    conditional = positions(cycle_position_parts, frame, False, (1, 2, 3), block_slots=3)
+    conditional = positions(cycle_position_parts, frame, False, (1, 2, 3))
     assert conditional == pytest.approx([3 / 4, 2 / 3, 2 / 2])
-    survival = positions(cycle_position_parts, frame, True, (1, 2, 3), block_slots=3)
+    survival = positions(cycle_position_parts, frame, True, (1, 2, 3))
     assert survival == pytest.approx([3 / 4, 2 / 4, 2 / 4])
 
 
 def test_case_119_a_cut_block_leaves_the_denominator():
     whole = [cycle(0), cycle(3)]
     cut = cycle(1, committed=1, censored=True)
-    conditional = positions(
-        cycle_position_parts, cycles(*whole, cut), False, (1, 2, 3), block_slots=3
-    )
+    conditional = positions(cycle_position_parts, cycles(*whole, cut), False, (1, 2, 3))
     # slot 1: 2 of 3 (the cut cycle was judged there); slot 2: only the full cycle was judged
     assert conditional == pytest.approx([2 / 3, 1, 1])
-    survival = positions(cycle_position_parts, cycles(*whole, cut), True, (1, 2, 3), block_slots=3)
+    survival = positions(cycle_position_parts, cycles(*whole, cut), True, (1, 2, 3))
     assert survival == pytest.approx([2 / 3, 1 / 2, 1 / 2])
 
 
 def test_slots_that_nobody_reached_have_no_value():
-    frame = cycles(cycle(0), cycle(0))
+    frame = cycles(cycle(0, draft_token_ids=[5, 6, 7]), cycle(0))
     assert math.isnan(value_of(cycle_position_parts(frame, 2, False), ratio))
     assert value_of(cycle_position_parts(frame, 2, True), ratio) == 0
 
 
-def anchors(*rows) -> pd.DataFrame:
+def test_the_number_of_slots_is_the_drafters_own():
+    """Block 8 drafts 7 slots, block 4 drafts 3: each is judged on its own, cut cycles or not."""
+    eight = cycle(2, drafter_sha256="eight", draft_token_ids=list(range(7)))
+    slim = cycle(7, drafter_sha256="eight", clip="b")  # its draft ids were not kept
+    four = cycle(1, drafter_sha256="four", draft_token_ids=[5, 6, 7])
+    frame = cycles(eight, slim, four)
+    assert metrics.draft_slots(frame).tolist() == [7, 7, 3]
+    # slots 2, 3 (all three cycles), 4 and 7 (the two of block 8), 8 (nobody's)
+    survival = positions(cycle_position_parts, frame, True, (2, 3, 4, 7))
+    assert survival == pytest.approx([2 / 3, 1 / 3, 1 / 2, 1 / 2])
+    assert math.isnan(value_of(cycle_position_parts(frame, 8, True), ratio))
+
+
+def anchors(*rows, drafter="d") -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
                 "target_sha256": "t",
+                "drafter_sha256": drafter,
                 "clip_id": clip,
                 "benchmark": "VDC",
                 "train_seed": 1,
@@ -171,6 +183,20 @@ def test_anchor_accepted_length_uses_full_blocks_only():
     frame = anchors(("a", 15, 2), ("a", 14, 14), ("b", 15, 5))
     assert value_of(anchor_accepted_length_parts(frame), ratio) == (3 + 6) / 2
     assert len(anchor_accepted_length_parts(frame)) == 2
+
+
+def test_a_full_block_of_eight_has_seven_slots():
+    frame = pd.concat(
+        [
+            anchors(("a", 7, 2), ("a", 6, 6), ("b", 7, 7), drafter="eight"),
+            anchors(("a", 15, 3), ("a", 14, 14), drafter="sixteen"),
+        ],
+        ignore_index=True,
+    )
+    assert value_of(anchor_accepted_length_parts(frame), ratio) == (3 + 8 + 4) / 3
+    matches = [[True] * slots for slots in frame["n_slots"]]
+    parts = metrics.masked_slot_accuracy_parts(frame.assign(slot_match=matches))
+    assert parts["p1"].tolist() == [7, 7, 15]
 
 
 def test_case_118_acceptance_recovers_after_a_tie():

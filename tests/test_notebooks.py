@@ -26,6 +26,7 @@ FORBIDDEN_NODES = {
     ast.Try: "a try block",
     ast.Global: "global",
 }  # fmt: skip
+WRITES = re.compile(r"to_csv$|write_|save_|train_drafter|score_drafter|collect_|decode_suite")
 FORBIDDEN_MODULES = {"decord", "av", "os", "subprocess", "sys"}
 FORBIDDEN_CALLS = {"exit", "quit", "eval", "exec", "input", "get_ipython"}
 SETTINGS = {  # what Jupyter, papermill or a widget may leave behind
@@ -111,6 +112,21 @@ def test_it_reads_as_a_page(path):
     assert "parameters" in code[0]["metadata"]["tags"]
     assert "open_stage(" in "".join(code[1]["source"])
     assert any("stage.finish(" in "".join(cell["source"]) for cell in code)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
+def test_a_finished_stage_opened_again_writes_nothing(path):
+    """What writes into the stage's folder stands under `if ... not stage.done:`."""
+    for cell in identity.code_cells(path):
+        for statement in ast.parse(cell["text"]).body:
+            text = ast.unparse(statement)
+            if isinstance(statement, ast.If):
+                assert "stage.done" in ast.unparse(statement.test) or "retrain" in text
+            else:
+                calls = [
+                    ast.unparse(n.func) for n in ast.walk(statement) if isinstance(n, ast.Call)
+                ]
+                assert not [c for c in calls if WRITES.search(c)], text
 
 
 def test_each_page_links_to_the_next():

@@ -23,6 +23,7 @@ from vflash_analysis.records import (
     part_path,
     read_json,
     read_records,
+    sha256_of_file,
     to_table,
     typed_frame,
     why_not_done,
@@ -280,3 +281,8 @@ def test_the_light_floor_and_the_results_load_no_torch():
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_file_is_hashed_by_its_bytes(tmp_path):
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert sha256_of_file(tmp_path / "abc").startswith("ba7816bf8f01cfea")  # FIPS 180-2, B.1

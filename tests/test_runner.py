@@ -90,7 +90,7 @@ def planted(place: Path, name: str) -> dict:
         "folder": str(folder),
         "cwd": str(paths.ROOT),
         "kernel": "python3",
-        "timeout_s": LIMITS.get(name, 120),
+        "timeout_s": LIMITS.get(name),
         "start_timeout_s": 120,
         "environment": {},
     }
@@ -522,7 +522,7 @@ def test_shards_of_the_pocket_profile(runs):
     assert count["drafter"] == len(seeds) * len(profile.objectives)
     decode = next(shard for shard in shards if shard.name == "decode-MLVU-1")
     assert [name for name in decode.dependencies if name.startswith("drafter")] == [
-        f"drafter-{arm}-{seeds[1]}-{steps}" for arm in profile.objectives
+        f"drafter-{arm}-{seed}-{steps}" for seed in seeds for arm in profile.objectives
     ]
     more = stages.plan("pocket", ablation=True)
     main = {(arm, seed, steps) for arm in profile.objectives for seed in seeds}
@@ -531,6 +531,27 @@ def test_shards_of_the_pocket_profile(runs):
     assert sum(shard.stage == "drafter" for shard in more) == len(main | swept)
     acceptance = next(shard for shard in more if shard.stage == "acceptance")
     assert sum(name.startswith("drafter") for name in acceptance.dependencies) == len(main)
+
+
+def test_every_training_seed_decodes_every_clip(runs):
+    """Resampling over training seeds needs each of them on the same videos."""
+    shards = stages.plan("smoke", {"train_seeds": [0, 1], "clips.sample_seeds": [0, 1]})
+    arms = config.load_profile("smoke").objectives
+    for shard in (s for s in shards if s.stage == "decode"):
+        drafters = {name for name in shard.dependencies if name.startswith("drafter")}
+        assert drafters == {f"drafter-{arm}-{seed}-4" for arm in arms for seed in (0, 1)}
+
+
+def test_an_arm_defined_anew_is_another_run(runs, monkeypatch):
+    before = ids(stages.plan("smoke"))
+    changed = {**config.ARMS, "mask_only": {"objective": "mask_only", "lambda_flow": 0.5}}
+    monkeypatch.setattr(config, "ARMS", changed)
+    after = ids(stages.plan("smoke"))
+    drafters = {
+        name for name in before if name.startswith("drafter") and before[name] != after[name]
+    }
+    assert drafters == {"drafter-mask_only-0-4"}
+    assert before["decode-VDC-0"] != after["decode-VDC-0"]
 
 
 def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
@@ -543,6 +564,8 @@ def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
     assert before["drafter-self_reveal-0-4"] != after["drafter-self_reveal-0-4"]
     after = ids(stages.plan("smoke", {"bootstrap_samples": 7}))
     assert before["decode-VDC-0"] == after["decode-VDC-0"] and before["speedup"] != after["speedup"]
+    after = ids(stages.plan("smoke", {"decode.max_new_tokens": 7}))
+    assert before["target"] == after["target"] and before["decode-VDC-0"] != after["decode-VDC-0"]
 
 
 def test_all_clips_decodes_more_and_trains_nothing_again(runs):
@@ -599,6 +622,27 @@ def test_stale_results_are_reused_only_when_asked_and_marked(runs, monkeypatch):
     assert target.inputs["clips"] == old.run_id
     other = stages.plan("smoke", {"clips.num_frames": 5}, keep_stale=True)[1]
     assert not other.stale  # other parameters are never reused
+
+
+def test_stale_results_of_other_parameters_upstream_are_not_reused(runs, monkeypatch):
+    first = next(s for s in stages.plan("smoke") if s.stage == "speedup")
+    finish(first.folder, first.outputs, parameters_id=first.parameters_id)
+
+    def speedup(**overrides):
+        shards = stages.plan("smoke", overrides, keep_stale=True)
+        return next(s for s in shards if s.stage == "speedup")
+
+    really = identity.code_digest
+    monkeypatch.setattr(identity, "code_digest", lambda notebook: "changed" + really(notebook))
+    assert speedup().stale  # only code has changed
+    assert not speedup(**{"decode.tree_nodes": 30}).stale  # decoded otherwise
+    assert not speedup(**{"training.learning_rate": 0.5}).stale  # two stages up
+
+
+def test_a_cell_has_no_limit_unless_one_is_given(tmp_path):
+    request = runner._request(shard_at(tmp_path), runner.Limits(), keep_stale=False)
+    assert request["timeout_s"] is None
+    assert runner._request(shard_at(tmp_path), runner.Limits(5), False)["timeout_s"] == 5
 
 
 # --------------------------------------------------------------------------- a run of the plan

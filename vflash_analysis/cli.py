@@ -63,7 +63,9 @@ def run(
     all_clips: AllOption = False,
     only: Annotated[list[str] | None, typer.Option(help="a stage or a shard's name")] = None,
     keep_stale: StaleOption = False,
-    timeout_s: Annotated[int, typer.Option(help="wall limit of one notebook cell")] = 6 * 3600,
+    timeout_s: Annotated[
+        int | None, typer.Option(help="wall limit of one notebook cell; none without", min=1)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run what is not done yet, in order; a second run does nothing."""
@@ -170,14 +172,20 @@ def clips(
     raise typer.Exit(1 if bad else 0)
 
 
-def _records(profile: str | None, overrides: dict[str, Any], all_clips: bool = False) -> Any:
-    """Records of a profile's finished shards; the tracked ones without a profile."""
+def _records(
+    profile: str | None,
+    overrides: dict[str, Any],
+    ablation: bool = False,
+    all_clips: bool = False,
+    keep_stale: bool = False,
+) -> Any:
+    """Records of the finished shards of a plan; the tracked ones without a profile."""
     from vflash_analysis.publish import record_folders
     from vflash_analysis.results.sources import load_records
 
     if profile is None:
         return load_records()
-    shards = stages.plan(profile, overrides, ablation=True, all_clips=all_clips)
+    shards = stages.plan(profile, overrides, ablation, all_clips, keep_stale)
     return load_records(record_folders(shards))
 
 
@@ -190,23 +198,31 @@ RecordsOption = Annotated[
 def figures(
     profile: RecordsOption = None,
     set_: SetOption = None,
+    ablation: AblationOption = False,
     all_clips: AllOption = False,
+    keep_stale: StaleOption = False,
     publish: Annotated[bool, typer.Option(help="also replace the tracked pocket records")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Draw every table and figure: tracked records into figures/pocket, a run's into figures/latest."""
+    """Draw every table and figure: tracked records into figures/pocket, a run's into figures/latest.
+
+    A run's records are those of the finished shards that `vflash run` with the same options plans.
+    """
     from vflash_analysis.publish import publish as publish_run
     from vflash_analysis.results.report import build_results
 
     overrides = _overrides(set_)
-    if publish and (profile != "pocket" or overrides):
-        raise InputError("--publish: allowed with --profile pocket and no --set")
+    if publish and (profile != "pocket" or overrides or keep_stale):
+        raise InputError("--publish: allowed with --profile pocket, without --set and --keep-stale")
+    samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
     if publish:
-        ablation = all(s.done for s in stages.plan("pocket", ablation=True, all_clips=all_clips))
-        written = publish_run(stages.plan("pocket", ablation=ablation, all_clips=all_clips))
+        whole = stages.plan("pocket", ablation=True, all_clips=all_clips)
+        ablation = ablation or all(shard.done for shard in whole)
+        shards = whole if ablation else stages.plan("pocket", all_clips=all_clips)
+        written = publish_run(shards, samples, ablation)
     else:
-        samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
-        written = build_results(_records(profile, overrides, all_clips), n_samples=samples)
+        found = _records(profile, overrides, ablation, all_clips, keep_stale)
+        written = build_results(found, n_samples=samples)
     names = [paths.relative_to_root(path) for path in written]
     folders = sorted({name.rpartition("/")[0] for name in names})
     print(f"{len(names)} files in {', '.join(folders)}")
@@ -217,6 +233,9 @@ def figures(
 def report(
     profile: RecordsOption = None,
     set_: SetOption = None,
+    ablation: AblationOption = False,
+    all_clips: AllOption = False,
+    keep_stale: StaleOption = False,
     table: Annotated[str, typer.Option(help="a table's stem")] = "T9_beside_paper",
     as_json: JsonOption = False,
 ) -> None:
@@ -229,7 +248,8 @@ def report(
 
     overrides = _overrides(set_)
     samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
-    made = make_table(table, _records(profile, overrides), Bootstrap(n_samples=samples))
+    found = _records(profile, overrides, ablation, all_clips, keep_stale)
+    made = make_table(table, found, Bootstrap(n_samples=samples))
     Console().print(Markdown(markdown(made)))
     _say({"table": made.stem, "rows": json.loads(made.frame.to_json(orient="records"))}, as_json)
 
@@ -238,6 +258,8 @@ def report(
 def demo(
     profile: RecordsOption = None,
     set_: SetOption = None,
+    all_clips: AllOption = False,
+    keep_stale: StaleOption = False,
     clip: Annotated[str | None, typer.Option(help="a clip_id; the longest text without")] = None,
     slower: Annotated[float, typer.Option(help="times slower than recorded", min=0.1)] = 4.0,
     as_json: JsonOption = False,
@@ -245,7 +267,8 @@ def demo(
     """Play one recorded clip side by side: autoregressive decoding and Tree-60."""
     from vflash_analysis import demo as player
 
-    shown = player.pick(_records(profile, _overrides(set_)), clip, ("ar", "tree60"))
+    found = _records(profile, _overrides(set_), all_clips=all_clips, keep_stale=keep_stale)
+    shown = player.pick(found, clip, ("ar", "tree60"))
     player.play(shown, slower, Console())
     speedup = shown[0].decode_s / shown[1].decode_s
     print(f"same text: {shown[0].text == shown[1].text}; decode time ratio {speedup:.2f}")

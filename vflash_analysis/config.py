@@ -11,7 +11,7 @@ Defaults serve code that builds settings by hand; a profile file states every va
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -187,6 +187,22 @@ def arm_settings(base: TrainSettings, arm: str, steps: int, train_seed: int) -> 
     )
 
 
+# Training settings that each drafter's shard sets for itself, and where a profile chooses them.
+PER_DRAFTER = {
+    "objective": "`objectives` and `ablation.arms`",
+    "train_seed": "`train_seeds` and `ablation.train_seeds`",
+}
+
+
+def _refuse_per_drafter(names: Iterable[Any]) -> None:
+    """Refuse a training setting that every shard would overwrite."""
+    for name, place in PER_DRAFTER.items():
+        if name in names:
+            raise InputError(
+                f"training.{name}: set by each drafter's own shard, allowed: {place} of the profile"
+            )
+
+
 def profile_names() -> tuple[str, ...]:
     """Names of the profiles in `data/profiles`, sorted."""
     return tuple(sorted(path.stem for path in paths.PROFILES.glob("*.yaml")))
@@ -209,6 +225,7 @@ def load_profile(name: str, overrides: Mapping[str, Any] | None = None) -> Profi
             f"overrides: found {shown(overrides)}, allowed: a mapping such as "
             '{"training.steps": 300}'
         )
+    _refuse_per_drafter([str(key).removeprefix("training.") for key in overrides or {}])
     path = paths.PROFILES / f"{name}.yaml"
     profile = build_profile(apply_overrides(read_yaml(path), overrides or {}))
     if profile.name != name:
@@ -219,9 +236,17 @@ def load_profile(name: str, overrides: Mapping[str, Any] | None = None) -> Profi
 def build_profile(values: Mapping[str, Any]) -> Profile:
     """Build a profile from nested values and check what no single field can show.
 
+    `training` comes without PER_DRAFTER; `arm_settings` fills those in.
+
     Raises:
         InputError: one line that names the setting, what was found and what is allowed.
     """
+    training_values = values.get("training")
+    if isinstance(training_values, Mapping):
+        _refuse_per_drafter(training_values)
+        unset = {f.name: f.default for f in dataclasses.fields(TrainSettings)}
+        unset = {name: unset[name] for name in PER_DRAFTER}
+        values = {**values, "training": {**training_values, **unset}}
     profile: Profile = build(Profile, values)
     clips, training, drafter = profile.clips, profile.training, profile.drafter
     if "ar" not in profile.decode.methods:

@@ -5,12 +5,11 @@ wants the device named. `vflash doctor` and the first notebook show the table.
 """
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +117,10 @@ def _device_rows(profile: Profile) -> list[dict[str, Any]]:
         ]
     import torch
 
-    cuda = torch.cuda.is_available()
-    name = torch.cuda.get_device_name(0) if cuda else f"cpu, {os.cpu_count()} cores"
-    note = "" if cuda or wanted == "cpu" else "the profile wants a CUDA device"
-    rows = [_row("device", name, wanted, cuda or wanted == "cpu", note)]
+    there = wanted == "cpu" or torch.cuda.is_available()
+    name = device_label(wanted if there else "cpu")
+    note = "" if there else "the profile wants a CUDA device"
+    rows = [_row("device", name, wanted, there, note)]
     return [*rows, _row("torch threads", torch.get_num_threads(), "any", True)]
 
 
@@ -164,31 +163,73 @@ def environment_table(profile: Profile) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def is_editable() -> bool:
-    """Whether the package is installed with `pip install -e`."""
+def _cpu_model() -> str:
     try:
-        text = metadata.distribution("vflash-analysis").read_text("direct_url.json")
-    except metadata.PackageNotFoundError:
-        return False
-    return bool(text and json.loads(text).get("dir_info", {}).get("editable"))
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
-def machine() -> dict[str, Any]:
-    """Facts a manifest keeps: device, driver, threads, versions, commit and dirty flag.
+def _threads() -> int | None:
+    """Threads that torch computes with, or the machine's where torch is not loaded."""
+    torch = sys.modules.get("torch")
+    return os.cpu_count() if torch is None else torch.get_num_threads()
 
-    The device is asked only when torch is loaded: a stage without torch ran on no device.
+
+def _nvidia_smi(*fields: str) -> dict[str, str | None]:
+    """The first GPU's fields as nvidia-smi prints them; None where it cannot be asked."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return dict.fromkeys(fields)
+    values = answer.stdout.splitlines()[0].split(",") if answer.stdout.strip() else []
+    if len(values) != len(fields):
+        return dict.fromkeys(fields)
+    return {field: value.strip() for field, value in zip(fields, values, strict=True)}
+
+
+def device_label(device: Any = "cpu") -> str:
+    """The records' `device`: the GPU's name, or the CPU's model and the threads in use.
+
+    Args:
+        device: a `torch.device` or its name.
     """
+    kind = str(device).partition(":")[0]
+    if kind != "cuda":
+        return f"{kind} ({_cpu_model()}, {_threads()} threads)"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def machine(device: Any = None) -> dict[str, Any]:
+    """Facts a manifest keeps: device, driver, clocks, CPU, threads, versions, commit (JSON types).
+
+    Args:
+        device: what the stage computed on; None for the GPU if this process has used one, else the
+            CPU. A GPU that is there and idle is not named.
+    """
+    torch = sys.modules.get("torch")
+    if device is None:
+        used = torch is not None and torch.cuda.is_initialized()
+        device = "cuda" if used else "cpu"
     facts: dict[str, Any] = {
-        "device": "cpu",
+        "device": device_label(device),
         "driver": None,
-        "threads": os.cpu_count(),
+        "clocks": None,
+        "cpu_model": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "threads": _threads(),
         "platform": platform.platform(),
         "versions": installed(),
     }
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        facts["threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
-            facts["device"] = torch.cuda.get_device_name(0)
-            facts["driver"] = torch.version.cuda
+    if str(device).startswith("cuda"):
+        smi = _nvidia_smi("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm")
+        facts["driver"] = smi.pop("driver_version")
+        facts["clocks"] = smi
+        facts["versions"]["cuda"] = torch.version.cuda if torch is not None else None
     return facts | git_state(paths.ROOT)

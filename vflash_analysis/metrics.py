@@ -18,9 +18,6 @@ import pandas as pd
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import BENCHMARKS, ROW_KEY
 
-BLOCK_SLOTS = 15
-"""Draft slots of a block of 16 (the anchor is slot 0)."""
-
 KIND_COLUMNS = ("target", "target_revision", "device", "dtype", "reader", "template_sha256")
 """Rows that differ in one of these are different experiments and are never pooled."""
 
@@ -237,10 +234,19 @@ def _position_parts(
     return _parts(frame, accepted.astype(float), at_risk.astype(float))
 
 
-def cycle_position_parts(
-    cycles: pd.DataFrame, slot: int, survival: bool, block_slots: int = BLOCK_SLOTS
-) -> pd.DataFrame:
-    """Acceptance at draft slot 1..15 over decoded chain cycles; `ratio`.
+def draft_slots(cycles: pd.DataFrame) -> pd.Series:
+    """Slots of each chain cycle's drafter: its longest draft that the records show.
+
+    Slim records keep the draft ids of some clips only; where they keep none of a drafter's, the
+    most it ever got accepted stands in, and later slots are not counted.
+    """
+    drafts = [len(ids) if hasattr(ids, "__len__") else 0 for ids in cycles["draft_token_ids"]]
+    shown = cycles["n_accepted"].astype("int64").clip(lower=pd.Series(drafts, cycles.index))
+    return shown.groupby(cycles["drafter_sha256"], observed=True).transform("max")
+
+
+def cycle_position_parts(cycles: pd.DataFrame, slot: int, survival: bool) -> pd.DataFrame:
+    """Acceptance at draft slot 1, 2, ... over decoded chain cycles; `ratio`.
 
     conditional = #(slots 1..k accepted) / #(slots 1..k-1 accepted and slot k judged);
     survival = #(slots 1..k accepted) / #(outcome at k known). A rejection at j settles every slot
@@ -248,7 +254,7 @@ def cycle_position_parts(
     """
     censored = cycles["censored"].astype(bool)
     n_accepted = cycles["n_accepted"].astype("int64")
-    n_judged = n_accepted.where(censored, block_slots)
+    n_judged = n_accepted.where(censored, draft_slots(cycles))
     return _position_parts(cycles, n_accepted, n_judged, slot, survival)
 
 
@@ -267,28 +273,29 @@ def _anchor_rows(anchors: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def anchor_accepted_length_parts(
-    anchors: pd.DataFrame, block_slots: int = BLOCK_SLOTS
-) -> pd.DataFrame:
+def _full_blocks(anchors: pd.DataFrame) -> pd.DataFrame:
+    """Anchors with a full block of their drafter, which is the longest one its anchors show."""
+    rows = _anchor_rows(anchors)
+    full = rows.groupby("drafter_sha256", observed=True)["n_slots"].transform("max")
+    return rows.loc[rows["n_slots"] == full]
+
+
+def anchor_accepted_length_parts(anchors: pd.DataFrame) -> pd.DataFrame:
     """Mean of n_accepted + 1 over the anchors of fixed AR texts with a full block; `ratio`.
 
-    Anchors closer than `block_slots` to the end are left out: which ones does not depend on the
-    drafter, so two drafters stay paired anchor by anchor.
+    Anchors closer than a block to the end are left out: which ones does not depend on the
+    drafter's weights, so two drafters of one block size stay paired anchor by anchor.
     """
-    rows = _anchor_rows(anchors)
-    rows = rows.loc[rows["n_slots"] >= block_slots]
+    rows = _full_blocks(anchors)
     return _parts(rows, rows["n_accepted"] + 1, 1.0)
 
 
-def masked_slot_accuracy_parts(
-    anchors: pd.DataFrame, block_slots: int = BLOCK_SLOTS
-) -> pd.DataFrame:
+def masked_slot_accuracy_parts(anchors: pd.DataFrame) -> pd.DataFrame:
     """Right choices / masked slots over anchors with a full block, whatever came before; `ratio`.
 
     A slot that was shown its true token (None in `slot_match`) is not masked and counts nowhere.
     """
-    rows = _anchor_rows(anchors)
-    rows = rows.loc[rows["n_slots"] >= block_slots]
+    rows = _full_blocks(anchors)
     masked = [[bool(match) for match in slots if match is not None] for slots in rows["slot_match"]]
     right = pd.Series([float(sum(slots)) for slots in masked], dtype=float)
     return _parts(rows, right, pd.Series([float(len(slots)) for slots in masked], dtype=float))

@@ -1,18 +1,21 @@
 """Copy a finished pocket run to the tracked places: `make publish`.
 
-The records of the run are merged into `data/records/pocket`, and `figures/pocket` is redrawn from
+The records of the run replace those in `data/records/pocket`, and `figures/pocket` is redrawn from
 those files, so that `make figures` gives the same bytes on any machine without torch.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
 from vflash_analysis import paths, records
 from vflash_analysis.errors import InputError
+from vflash_analysis.records import ANCHORS
 from vflash_analysis.results.report import build_results
 from vflash_analysis.results.sources import TABLES, load_records
 from vflash_analysis.stages import Shard
@@ -48,17 +51,41 @@ def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
     return cycles.assign(**bare)
 
 
-def publish(shards: Sequence[Shard]) -> list[Path]:
-    """Merge a finished run's records into the tracked ones and redraw the tracked figures.
+def refuse_fewer_drafters(anchors: pd.DataFrame) -> None:
+    """Refuse to replace the tracked ablation (table T3) by the few drafters that decode.
+
+    Args:
+        anchors: those that would be tracked from now on.
+
+    Raises:
+        InputError: the tracked anchors are of more drafters.
+    """
+    path = paths.TRACKED_RECORDS / f"{ANCHORS.name}.parquet"
+    if not path.is_file():
+        return
+    tracked = pd.read_parquet(path, columns=["drafter_sha256"])["drafter_sha256"].nunique()
+    found = anchors["drafter_sha256"].nunique()
+    if found < tracked:
+        raise InputError(
+            f"publish: found anchors of {found} drafters, allowed: {tracked} or more, as tracked for "
+            "T3; finish vflash run --ablation, then publish with --ablation"
+        )
+
+
+def publish(shards: Sequence[Shard], n_samples: int, ablation: bool = False) -> list[Path]:
+    """Replace the tracked records by a finished run's and redraw the tracked figures.
 
     Args:
         shards: a plan whose every shard is done.
+        n_samples: bootstrap resamples of the figures, the profile's.
+        ablation: whether the plan holds the ablation's drafters.
 
     Returns:
         The files written.
 
     Raises:
-        InputError: a shard is not done, or the records are too large to track.
+        InputError: a shard is not done, the records are too large to track, or they would drop the
+            tracked ablation.
     """
     for shard in shards:
         reason = shard.why_not_done()
@@ -66,6 +93,8 @@ def publish(shards: Sequence[Shard]) -> list[Path]:
             raise InputError(f"publish: {shard.name} is not done: {reason}")
     found = load_records(record_folders(shards))
     frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
+    if not ablation:
+        refuse_fewer_drafters(frames[ANCHORS.name])
     frames["cycles"] = slim(frames["generations"], frames["cycles"])
     drafts = paths.RUNS / ".publish"
     written = []
@@ -78,7 +107,7 @@ def publish(shards: Sequence[Shard]) -> list[Path]:
         )
     for schema in TABLES:
         target = paths.TRACKED_RECORDS / f"{schema.name}.parquet"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes((drafts / target.name).read_bytes())
+        draft = drafts / target.name
+        records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
-    return [*written, *build_results()]
+    return [*written, *build_results(n_samples=n_samples)]

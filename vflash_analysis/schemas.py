@@ -15,6 +15,8 @@ METHODS = (
 )  # fmt: skip
 # Hugging Face's own loops, run on the same prompts as an independent comparison.
 COMPARISON_METHODS = ("hf_generate", "hf_dflash")
+# Name of the paper's target; its "-chat-hf" variant is another one.
+PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
 OBJECTIVES = ("mask_only", "true_reveal", "self_reveal", "wrong_reveal")
 
 KEY = ("run_id", "clip_id", "method", "drafter_sha256", "setting")

@@ -1,8 +1,8 @@
 """The stages of a run and the plan: which shards there are, in which order, from what.
 
 A stage is one notebook's job; a shard is one stage for one benchmark and sample seed, or one
-drafter. `plan` is the only planner: the runner, the notebooks, `vflash plan --json` and the
-Snakefile all read it. Each shard's folder is `runs/<profile>/<stage>/<run_id>/`.
+drafter. `plan` is the only planner: the runner, the notebooks and `vflash plan --json` all read it.
+Each shard's folder is `runs/<profile>/<stage>/<run_id>/`.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ STAGES = {
         Stage(
             "target",
             "20_prepare_target.ipynb",
-            (*_TARGET, *_READING, "decode.max_new_tokens"),
+            (*_TARGET, *_READING, "continuations.max_new_tokens"),
             ("clips",),
             ("target.json",),
             by_hand=("retrain",),
@@ -131,7 +131,7 @@ STAGES = {
             "61_compare_acceptance.ipynb",
             ("bootstrap_samples",),
             ("decode", "drafter"),
-            ("T2_accepted_length.csv", "F4_acceptance_by_position.csv"),
+            ("T2_accepted_length.csv", "F4_acceptance_by_position.csv", "difficulty.csv"),
             falls_back=True,
         ),
         Stage(
@@ -164,7 +164,7 @@ class Shard:
     notebook: Path
     parameters: Mapping[str, Any]
     run_id: str
-    parameters_id: str  # digest of what was asked alone; equal when only code or inputs changed
+    parameters_id: str  # digest of what was asked of it and of all it needs, without code or files
     folder: Path
     dependencies: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -195,27 +195,23 @@ class Shard:
         return row | {"dependencies": list(self.dependencies), "done": self.done}
 
 
-def drafters_of(profile: Profile, sample_seed: int) -> list[tuple[str, int]]:
-    """The drafters (arm, train_seed) that decode a sample seed: training seeds are dealt in turn."""
-    index = profile.clips.sample_seeds.index(sample_seed)
-    train_seed = profile.train_seeds[index % len(profile.train_seeds)]
-    return [(objective, train_seed) for objective in profile.objectives]
-
-
 DrafterKey = tuple[str, int, int]  # arm, train_seed, steps
+
+
+def main_drafters(profile: Profile) -> list[DrafterKey]:
+    """The drafters that decode: every objective and training seed, on every clip of every seed."""
+    steps = profile.training.steps
+    return [(arm, seed, steps) for seed in profile.train_seeds for arm in profile.objectives]
 
 
 def _shard_parameters(
     profile: Profile, ablation: bool, more_drafters: Sequence[DrafterKey]
 ) -> list[tuple[str, dict[str, Any]]]:
     """(stage, own parameters) of every shard, in the order in which they run."""
-    steps = profile.training.steps
     shards: list[tuple[str, dict[str, Any]]] = [
         (name, {}) for name in ("environment", "clips", "target", "continuations")
     ]
-    drafters: list[DrafterKey] = [
-        (arm, seed, steps) for seed in profile.train_seeds for arm in profile.objectives
-    ]
+    drafters = main_drafters(profile)
     if ablation:
         drafters += [
             (arm, seed, budget)
@@ -238,27 +234,24 @@ def shard_name(stage: str, own: Mapping[str, Any]) -> str:
     return "-".join([stage, *(str(v) for k, v in own.items() if k != "ablation")])
 
 
-def _needed(
-    profile: Profile, stage: Stage, own: Mapping[str, Any], shards: list[Shard]
-) -> list[Shard]:
+def _needed(profile: Profile, stage: Stage, shards: list[Shard]) -> list[Shard]:
     """The shards whose results this one reads."""
     needed = [shard for shard in shards if shard.stage in stage.needs]
-    if stage.name == "decode":
-        arms = drafters_of(profile, own["sample_seed"])
-    elif stage.name == "acceptance":  # the drafters that decode, not those of the ablation
-        arms = [(arm, seed) for seed in profile.train_seeds for arm in profile.objectives]
-    else:
+    if stage.name not in ("decode", "acceptance"):
         return needed
-    steps = profile.training.steps
-    wanted = {
+    wanted = {  # the drafters that decode, not those of the ablation
         shard_name("drafter", {"arm": arm, "train_seed": seed, "steps": steps})
-        for arm, seed in arms
+        for arm, seed, steps in main_drafters(profile)
     }
     return [s for s in needed if s.stage != "drafter" or s.name in wanted]
 
 
-def _chosen_settings(profile: Profile, stage: Stage) -> dict[str, Any]:
-    """The settings that decide the stage's result; paths of weights are left out."""
+def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that decide the shard's result; paths of weights are left out.
+
+    A drafter's training settings are those its arm makes of the profile's, so that an arm defined
+    anew is another run.
+    """
     everything = config.to_json(profile)
     chosen: dict[str, Any] = {}
     for name in stage.settings:
@@ -268,8 +261,8 @@ def _chosen_settings(profile: Profile, stage: Stage) -> dict[str, Any]:
         chosen[name] = value
     if stage.name == "drafter":
         chosen["drafter"].pop("source")
-        for own in ("objective", "train_seed", "steps"):
-            chosen["training"].pop(own)
+        trained = config.arm_settings(profile.training, own["arm"], own["steps"], own["train_seed"])
+        chosen["training"] = config.to_json(trained)
     return chosen
 
 
@@ -336,12 +329,13 @@ def plan(
         notebook = paths.NOTEBOOKS / stage.notebook
         if stage_name not in codes:
             codes[stage_name] = identity.code_digest(notebook)
-        needed = _needed(profile, stage, own, shards)
+        needed = _needed(profile, stage, shards)
         inputs = identity.digests_of(input_files(profile, stage), digests)
         inputs |= {shard.name: shard.run_id for shard in needed}
         if stage_name == "environment":
             inputs["packages"] = identity.sha256_of_json(environment.installed())
-        asked = {"settings": _chosen_settings(profile, stage), "own": own}
+        asked = {"settings": _chosen_settings(profile, stage, own), "own": own}
+        asked_of_needed = {item.name: item.parameters_id for item in needed}
         own_id = identity.run_id(stage_name, asked, codes[stage_name], inputs)
         folder = paths.RUNS / profile_name / stage_name / own_id
         shard = Shard(
@@ -350,7 +344,7 @@ def plan(
             notebook=notebook,
             parameters={"profile": profile_name, "overrides": overrides, **own},
             run_id=own_id,
-            parameters_id=identity.sha256_of_json(asked)[:12],
+            parameters_id=identity.sha256_of_json([asked, asked_of_needed])[:12],
             folder=folder,
             dependencies=tuple(item.name for item in needed),
             outputs=stage.outputs,

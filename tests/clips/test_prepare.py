@@ -7,6 +7,7 @@ import pytest
 
 from vflash_analysis import config
 from vflash_analysis.clips import prepare
+from vflash_analysis.clips.lists import Clip, write_clip_list
 from vflash_analysis.clips.read import ClipError
 from vflash_analysis.errors import InputError
 
@@ -31,6 +32,20 @@ def test_lists_have_their_sizes_and_share_no_clip(prepared):
     assert len(prepare.all_suite_clips(folder, SETTINGS, 2)) == 2
     with pytest.raises(InputError, match=r"nothing\.jsonl: no such clip list"):
         prepare.read_list(folder, "nothing")
+
+
+def test_a_cut_of_all_suites_keeps_every_suite_and_seed(tmp_path):
+    """Real clip ids say nothing of rank; each list's first clips come first, and no clip twice."""
+    ids = {("VDC", 0): "zb", ("VDC", 1): "by", ("LVB", 0): "ac", ("LVB", 1): "b"}
+    for (benchmark, seed), names in ids.items():
+        clips = [Clip(i, benchmark, "test", str(tmp_path / f"{i}.mp4"), "What?") for i in names]
+        write_clip_list(tmp_path / f"suite-{benchmark}-{seed}.jsonl", clips)
+    settings = dataclasses.replace(SETTINGS, benchmarks=("VDC", "LVB"), sample_seeds=(0, 1))
+    found = prepare.all_suite_clips(tmp_path, settings, 2)
+    assert [(clip.benchmark, clip.clip_id) for clip in found] == [
+        ("VDC", "z"), ("LVB", "a"), ("VDC", "b"), ("LVB", "b"), ("LVB", "c"), ("VDC", "y"),
+    ]  # fmt: skip
+    assert len(prepare.check_lists(settings, tmp_path)) == 6  # "b" of both suites, each read
 
 
 def test_a_prepared_folder_can_be_moved_and_a_bad_clip_costs_no_other(prepared, tmp_path):

@@ -18,7 +18,6 @@ from vflash_analysis.clips.read import (
     FrameReader,
     check_clip,
     check_clips,
-    sha256_file,
 )
 from vflash_analysis.errors import InputError
 
@@ -401,11 +400,6 @@ def test_check_row_names_what_was_found(readers: dict[str, FrameReader], clip: P
     assert row["duration_s"] == pytest.approx(3.0, abs=1e-5)
     bad = check_clip(clip.parent / "absent.mp4", 40, readers["both"])
     assert list(bad) == list(row)  # one table
-
-
-def test_sha256_file(tmp_path: Path) -> None:
-    (tmp_path / "abc").write_bytes(b"abc")
-    assert sha256_file(tmp_path / "abc").startswith("ba7816bf8f01cfea")  # FIPS 180-2, example B.1
 
 
 def test_relative_paths_count_from_the_current_folder(

@@ -16,25 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vflash_analysis import paths
-from vflash_analysis.clips.lists import Clip as ListedClip
-from vflash_analysis.clips.read import ClipError, FrameReader
-from vflash_analysis.clips.suites import (
-    DESCRIPTION_PROMPT,
+from vflash_analysis.clips.lists import (
     Clip,
-    Suite,
     check_disjoint,
-    describe_suite,
-    draw_clip_ids,
-    load_suite,
-    load_suites,
     missing_clips,
     read_clip_list,
     read_video_list,
     require_clips,
+    write_clip_list,
+)
+from vflash_analysis.clips.read import ClipError, FrameReader
+from vflash_analysis.clips.suites import (
+    DESCRIPTION_PROMPT,
+    Suite,
+    draw_clip_ids,
+    load_suite,
+    load_suites,
     suite_clips,
     suite_videos,
-    write_clip_list,
-    write_frozen_list,
 )
 from vflash_analysis.errors import InputError
 
@@ -180,13 +179,6 @@ def test_metadata_that_is_not_as_described_is_named(tmp_path: Path) -> None:
         suite_videos(SUITES["VDC"], tmp_path)
 
 
-def test_describe_suite_counts_listed_expected_and_missing(tmp_path: Path) -> None:
-    make_vdc(tmp_path)
-    (tmp_path / "lmms-lab" / "VideoDetailCaption" / "Test_Videos" / "v_b.MP4").unlink()
-    row = describe_suite(SUITES["VDC"], tmp_path)
-    assert (row["videos_listed"], row["videos_expected"], row["videos_missing"]) == (3, 499, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -273,49 +265,6 @@ def test_a_missing_clip_keeps_its_place_and_is_reported_by_name(tmp_path: Path) 
     assert caught.value.reason == "missing"
 
 
-# ---------------------------------------------------------------- frozen lists
-
-
-def test_a_frozen_list_replaces_the_draw_and_notices_changed_files(tmp_path: Path) -> None:
-    make_vdc(tmp_path)
-    suite = SUITES["VDC"]
-    clips = suite_videos(suite, tmp_path)
-    chosen = [clips[2], clips[0]]  # not what any seed would order
-    frozen = write_frozen_list(tmp_path / "vdc_seed0.json", 0, chosen)
-    stored = json.loads(frozen.read_text())
-    assert (
-        stored["clips"][0]["sha256"]
-        == hashlib.sha256(Path(chosen[0].path).read_bytes()).hexdigest()
-    )
-    assert suite_clips(suite, tmp_path, 0, 2, frozen) == chosen
-    assert suite_clips(suite, tmp_path, 0, 1, frozen) == chosen[:1]
-    for seed, count in ((1, 2), (0, 3)):
-        with pytest.raises(InputError, match="allowed are"):
-            suite_clips(suite, tmp_path, seed, count, frozen)
-    Path(chosen[1].path).write_text("another version")
-    with pytest.raises(InputError, match=chosen[1].path):
-        suite_clips(suite, tmp_path, 0, 2, frozen)
-    Path(chosen[1].path).unlink()  # missing is the reader's report, not a changed file
-    assert missing_clips(suite_clips(suite, tmp_path, 0, 2, frozen))[0].clip_id == chosen[1].clip_id
-    frozen.write_text(json.dumps({**stored, "clips": [{"clip_id": "v_z", "sha256": "0" * 64}]}))
-    with pytest.raises(InputError, match="v_z"):
-        suite_clips(suite, tmp_path, 0, 1, frozen)
-    frozen.write_text("[]")
-    with pytest.raises(InputError, match="not a frozen clip list"):
-        suite_clips(suite, tmp_path, 0, 1, frozen)
-
-
-def test_only_complete_lists_of_one_suite_are_frozen(tmp_path: Path) -> None:
-    make_vdc(tmp_path)
-    make_lvb(tmp_path)
-    vdc, lvb = (suite_videos(SUITES[name], tmp_path) for name in ("VDC", "LVB"))
-    with pytest.raises(InputError, match="LVB, VDC"):
-        write_frozen_list(tmp_path / "mixed.json", 0, [*vdc, *lvb])
-    with pytest.raises(InputError, match="missing"):
-        write_frozen_list(tmp_path / "gone.json", 0, [replace(vdc[0], path="/nowhere/v.mp4")])
-    assert not (tmp_path / "gone.json").exists()
-
-
 # ---------------------------------------------------------------- clip lists
 
 
@@ -340,7 +289,6 @@ def test_a_clip_list_comes_back_as_it_was(tmp_path: Path) -> None:
     path = write_clip_list(tmp_path / "list.jsonl", clips)
     assert read_clip_list(path) == clips
     assert [p.name for p in tmp_path.iterdir()] == ["list.jsonl"]  # no temporary file
-    assert Clip is ListedClip
 
 
 def test_a_list_moves_with_its_videos(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vflash_analysis.decoding.loop import (
     target_ranks,
 )
 from vflash_analysis.decoding.methods.ar import AutoRegressive
-from vflash_analysis.decoding.timing import Timer, machine_facts
+from vflash_analysis.decoding.timing import Timer
 from vflash_analysis.decoding.tree import chain_parents
 from vflash_analysis.errors import InputError
 
@@ -273,11 +273,10 @@ def test_a_full_cache_is_enough_for_the_longest_text(bench):
     assert len(found.token_ids) == cap
 
 
-def test_machine_facts_are_json_and_name_what_timings_depend_on():
-    import json
-
-    facts = machine_facts("cpu")
-    json.dumps(facts)
-    assert facts["device"] == "cpu" and facts["threads"] == torch.get_num_threads()
-    assert facts["versions"]["torch"].startswith("2.") and facts["versions"]["transformers"]
-    assert facts["device_name"] and facts["driver"] is None
+def test_case86_an_invalid_tree_is_refused_before_the_target_sees_it(bench):
+    for tokens, parents in (([5, 6], [0, 0]), ([5, 5], [-1, -1]), ([5, 6, 7], [-1, -1])):
+        with pytest.raises(InputError, match="draft tree: "):
+            bench.run(Scripted(lambda _, t=tokens, p=parents: (t, p), 60, 60), 8, stop_ids=())
+    deep = Scripted(lambda _: ([5, 6, 7], [-1, -1, 1]), 60, 1)
+    with pytest.raises(InputError, match="draft tree: node 2 is at depth 2 of 1"):
+        bench.run(deep, 8, stop_ids=())

@@ -439,6 +439,29 @@ def test_round_trip_and_identity(tmp_path):
     assert load_drafter(tmp_path / "d", wide).dtype == torch.float64
 
 
+def test_identity_knows_no_place_and_no_library_version(tmp_path):
+    saved = save_target(tiny_target(1, dtype=torch.float32), tmp_path / "one" / "t")
+    target = load_target(saved, "float32", "cpu")
+    folder = tmp_path / "d"
+    tiny_drafter(target, 1).save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    assert str(tmp_path) not in json.dumps(content) and content["target_source"] == "t"
+    identity = drafter_sha256(folder)
+    saved.rename(tmp_path / "moved")
+    moved = load_target(tmp_path / "moved", "float32", "cpu")
+    tiny_drafter(moved, 1).save_pretrained(tmp_path / "e")
+    assert drafter_sha256(tmp_path / "e") == identity
+    assert load_drafter(folder, moved).config.target_sha256 == moved.source_sha256
+    for change, same in (
+        ({"transformers_version": "5.30.0"}, True),
+        ({"target_revision": "0d5068"}, True),
+        ({"target_sha256": "0" * 64}, False),
+        ({"mask_token_id": content["mask_token_id"] - 1}, False),
+    ):
+        (folder / "config.json").write_text(json.dumps(content | change))
+        assert (drafter_sha256(folder) == identity) is same
+
+
 def test_slices_of_a_large_buffer_can_be_saved(tmp_path):
     drafter = tiny_drafter(tiny_target(1), 1)
     buffer = torch.randn(1000, 64, dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ from vflash_analysis.model.source import (
     check_full_attention,
     check_llava_onevision_7b,
     check_safetensors,
+    folder_name,
     folder_revision,
     folder_sha256,
     is_llava_onevision_7b,
@@ -83,6 +85,7 @@ def test_a_saved_target_loads_with_the_same_logits_and_no_socket(saved, monkeypa
     assert loaded.template_file.endswith("chat_template.jinja")
     assert loaded.source_sha256 == folder_sha256(folder)
     assert loaded.revision == "local"
+    assert loaded.source == folder.name
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
@@ -352,6 +355,26 @@ def test_identity_follows_content_and_large_files_are_sampled(copy, monkeypatch)
     assert folder_sha256(copy) != sampled
     monkeypatch.undo()
     assert folder_sha256(copy) != whole
+
+
+def test_a_name_is_no_path_and_a_commit_is_no_name(tmp_path, monkeypatch):
+    name = "llava-onevision-qwen2-7b-ov-hf"
+    (tmp_path / name).mkdir()
+    assert folder_name(tmp_path / name) == name
+    assert folder_name(tmp_path / name / ".." / name) == name
+    monkeypatch.chdir(tmp_path / name)
+    assert folder_name(Path(".")) == name
+    snapshot = tmp_path / f"models--llava-hf--{name}" / "snapshots" / "0d5068"
+    assert folder_name(snapshot) == name
+    assert folder_name(tmp_path / "snapshots" / "0d5068") == "unknown"
+
+
+def test_only_the_papers_target_may_bear_its_name(copy):
+    named = copy.rename(copy.parent / "llava-onevision-qwen2-7b-ov-hf")
+    with pytest.raises(InputError, match=r"hidden_size 32 \(expected 3584\)"):
+        load_target(named, "float32", "cpu")
+    named = named.rename(copy.parent / "llava-onevision-qwen2-7b-ov-chat-hf")
+    assert load_target(named, "float32", "cpu").source == named.name
 
 
 def test_revision_of_a_hub_cache_folder(tmp_path):

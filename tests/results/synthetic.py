@@ -233,7 +233,7 @@ def decode_clip(
                 "verify_s": verify / 1000,
                 "other_s": other / 1000,
                 "end_s": seconds,
-                "draft_token_ids": None,
+                "draft_token_ids": [0] * 15 if method == "chain" and not cycles else None,
                 "draft_parents": None,
                 "draft_logprobs": None,
                 "target_token_ids": None,

@@ -49,8 +49,10 @@ def test_a_method_that_we_did_not_run_is_published_only():
 @pytest.mark.parametrize(
     ("target", "device", "same"),
     [
-        ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "NVIDIA H100 80GB HBM3", True),
-        ("llava-hf/llava-onevision-qwen2-7b-ov-hf", "NVIDIA H200", False),
+        ("llava-onevision-qwen2-7b-ov-hf", "NVIDIA H100 80GB HBM3", True),
+        ("llava-onevision-qwen2-7b-ov-hf", "NVIDIA H200", False),
+        ("llava-onevision-qwen2-7b-ov-chat-hf", "NVIDIA H100 80GB HBM3", False),
+        ("unknown", "NVIDIA H100 80GB HBM3", False),
         ("pocket-llava-onevision", "NVIDIA H100 80GB HBM3", False),
     ],
 )

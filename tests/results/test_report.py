@@ -11,7 +11,6 @@ from vflash_analysis.results.report import (
     default_place,
     make_figure,
     make_table,
-    write_item,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
 
@@ -69,7 +68,7 @@ def test_tracked_records_are_stored_and_go_to_pocket(place, monkeypatch, boot, t
     stored = sources.load_records()
     assert default_place(stored).name == "pocket"
     monkeypatch.setattr(report, "FIGURES", tmp_path)
-    (first, *_) = write_item("T4_lossless", boot=boot)
+    (first, *_) = build_results(items=["T4_lossless"], n_samples=20)
     assert first.parent == tmp_path / "pocket"
 
 
@@ -84,17 +83,6 @@ def test_unknown_items_are_refused(records):
         make_table("F1_speedup", records)
     with pytest.raises(InputError, match="figure 'T1_speedup'"):
         make_figure("T1_speedup", records)
-
-
-def test_the_command_line_writes_and_refuses_with_one_line(place, tmp_path, capsys):
-    report.main(["--records", str(place), "--figures", str(tmp_path), "--items", "T4_lossless"])
-    assert capsys.readouterr().out.splitlines() == [
-        str(tmp_path / f"T4_lossless.{ending}") for ending in ("csv", "md", "tex")
-    ]
-    with pytest.raises(SystemExit) as stop:
-        report.main(["--records", str(tmp_path / "absent")])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"{tmp_path / 'absent'}: no such records folder\n"
 
 
 def test_a_new_method_and_a_smoke_run_of_two_suites_build(tmp_path):

@@ -199,6 +199,16 @@ def test_bad_clips_are_recorded_and_the_others_kept(tmp_path: Path) -> None:
     assert reader.paths == ["v1.mp4"] and set(frame["status"]) == {"ok"}
 
 
+def test_a_prompt_that_is_no_prompt_costs_no_other_clip(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    some[1] = dataclasses.replace(some[1], prompt="two <video> in one")
+    frame = read_records(collect(tmp_path, some), CONTINUATIONS)
+    assert frame["status"].tolist() == ["ok", "failed", "ok", "ok"]
+    assert "placeholder" in frame["reason"][1]
+    with pytest.raises(InputError, match="placeholder"):
+        collect(tmp_path, some, on_bad_clip="fail")
+
+
 def test_a_killed_collection_goes_on_where_it_was(tmp_path: Path) -> None:
     some = clips(tmp_path)
     Path(some[2].path).write_text("kill")

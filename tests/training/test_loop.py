@@ -13,6 +13,7 @@ import torch
 
 from tests.tiny import tiny_drafter, tiny_target
 from tests.training.toys import ListSource, random_source, settings
+from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256, load_drafter
 from vflash_analysis.records import TRAINING, read_records
@@ -259,7 +260,8 @@ def test_records_and_config_tell_the_run(tmp_path: Path) -> None:
     assert set(frame["drafter_sha256"]) == {drafter_sha256(result.drafter_folder)}
     assert set(frame["target_sha256"]) == {TARGET.source_sha256}
     constant = {"objective": "self_reveal", "train_seed": 1, "steps": 12, "training_clips": 7}
-    constant |= {"revealed_weight": 0.5, "anchors_per_clip": 3, "device": "cpu"}
+    constant |= {"revealed_weight": 0.5, "anchors_per_clip": 3}
+    constant |= {"device": device_label("cpu")}
     assert all(set(frame[name]) == {value} for name, value in constant.items())
     assert frame["forward_equivalents"].unique().tolist() == [result.forward_equivalents]
     assert frame["forward_equivalents_done"].iloc[-1] == result.forward_equivalents

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from vflash_analysis.clips.wording import QUESTIONS
+from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import load_target
+from vflash_analysis.records import read_json
 from vflash_analysis.training import pocket_target
 from vflash_analysis.training.gates import judge_texts
 
@@ -69,9 +71,7 @@ def test_a_few_steps_lower_the_losses_and_the_saved_folder_is_a_target(pool, tmp
     tower = pocket_target.train_tower(model, pool, 30, batch=16)
     assert tower[-1]["loss"] < tower_start
     before = model.model.vision_tower.state_dict()["encoder.layers.0.mlp.fc1.weight"].clone()
-    rows = pocket_target.train_captions(
-        model, tokenizer, pool, 6, batch=4, warmup=2, compiled=False
-    )
+    rows = pocket_target.train_captions(model, tokenizer, pool, 6, batch=4, warmup=2)
     assert rows[-1]["loss"] < 6.6
     assert torch.equal(
         before, model.model.vision_tower.state_dict()["encoder.layers.0.mlp.fc1.weight"]
@@ -82,6 +82,53 @@ def test_a_few_steps_lower_the_losses_and_the_saved_folder_is_a_target(pool, tmp
     assert prompt.tolist() == tokens[:begin]
     pixels = target.prepare_frames(torch.from_numpy(pool.frames[0]))
     assert torch.allclose(pixels[0], pocket_target.normalise(pool.frames[0]), atol=1e-6)
+
+
+def test_retrain_goes_on_where_it_stopped_and_refuses_other_settings(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    parts = [pocket_target._draw(("target_evaluation", f, 2, 0, 1)) for f in QUESTIONS]
+    monkeypatch.setattr(pocket_target, "draw_pool", lambda *_: pocket_target.join_parts(parts))
+    whole = pocket_target.build_model
+    monkeypatch.setattr(pocket_target, "build_model", lambda t, seed: whole(t, seed, 2))
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(pocket_target, "train_captions", stop)
+        pocket_target.retrain(tmp_path / "target", 2, tower_steps=1, caption_steps=1)
+    with pytest.raises(InputError, match=r"target-work: holds a run with other settings"):
+        pocket_target.retrain(tmp_path / "target", 2, tower_steps=2, caption_steps=1)
+    monkeypatch.setattr(pocket_target, "train_tower", stop)  # must not be needed again
+    pocket_target.retrain(tmp_path / "target", 2, tower_steps=1, caption_steps=1)
+    record = read_json(tmp_path / "target" / "training_record.json")
+    assert record["scenes"] == 10 and [row["step"] for row in record["captions"]] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert load_target(tmp_path / "target", "float32", "cpu").num_layers == 2
+
+
+def test_a_stopped_caption_training_ends_like_one_in_a_go(pool, tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    tokenizer = pocket_target.train_tokenizer(pool.answers + pool.questions)
+    monkeypatch.setattr(pocket_target, "CHECKPOINT_EVERY", 2)
+
+    def run(steps, checkpoint):
+        model = pocket_target.build_model(tokenizer, 0, 2)
+        pocket_target.train_captions(model, tokenizer, pool, steps, batch=4, checkpoint=checkpoint)
+        return model.state_dict()
+
+    whole = run(4, None)
+    checkpoint = tmp_path / "captions.pt"
+
+    def stop_after_save(path, write):
+        write(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+        stopped.setattr(pocket_target, "replace_atomically", stop_after_save)
+        run(4, checkpoint)
+    resumed = run(4, checkpoint)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_gates_judge_by_hand_computed_shares():

@@ -1,12 +1,13 @@
 """Generated pocket clips: what happens in a scene, how it is drawn, and the MP4 files made of it.
 
-A scene is one to three flat shapes on a floor, told in three phases of equal length. In each phase a shape stays or moves
-in one direction; at a phase boundary it may change colour, grow, shrink or vanish; two shapes may meet and turn back; a white
-star may show up for the last one or two phases. The camera drifts and the picture is noisy, which no text mentions. Five
-families of scenes mirror the five video benchmarks. Everything is drawn from one generator seeded by (split, family, index).
+A scene is one to three flat shapes on a floor, told in three phases of equal length. In each phase
+a shape stays or moves in one direction; at a phase boundary it may change colour, grow, shrink or
+vanish; two shapes may meet and turn back; a white star may show up for the last one or two phases.
+The camera drifts and the picture is noisy, which no text mentions. Five families of scenes mirror
+the five video benchmarks. Everything is drawn from one generator seeded by (split, family, index).
 
-A scene belongs to exactly one split: the hash of its description (never of its pixels) chooses the split, so two splits
-cannot share a scene, let alone a file.
+A scene belongs to exactly one split: the hash of its description (never of its pixels) chooses the
+split, so two splits cannot share a scene, let alone a file.
 """
 
 import hashlib
@@ -67,7 +68,8 @@ STAR_CODE = 49
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a shape at the boundary before ``phase`` (1 or 2): turns, grows, shrinks or vanishes."""
+    """What happens to a shape at the boundary before `phase` (1 or 2): turns, grows, shrinks or
+    vanishes."""
 
     kind: str
     phase: int
@@ -78,7 +80,8 @@ class Event:
 class Shape:
     """One shape: what it looks like, where it starts, what it does in each phase.
 
-    ``x`` and ``y`` are the start of its centre in 0..1; ``travel`` is how far it goes in a phase in which it moves.
+    `x` and `y` are the start of its centre in 0..1; `travel` is how far it goes in a phase in
+    which it moves.
     """
 
     shape: str
@@ -96,7 +99,7 @@ class Shape:
         return ("left", "centre", "right")[min(2, int(self.x * 3))]
 
     def centre(self, time: float) -> tuple[float, float]:
-        """Its centre at ``time`` in 0..1 of the clip."""
+        """Its centre at `time` in 0..1 of the clip."""
         x, y = self.x, self.y
         for phase, move in enumerate(self.moves):
             done = min(max(time * N_PHASES - phase, 0.0), 1.0) * self.travel
@@ -114,7 +117,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """A clip's content. ``star_phase`` is the phase from which a white star is seen (0: never); ``meet`` marks a meeting."""
+    """A clip's content. `star_phase` is the phase from which a white star is seen (0: never);
+    `meet` marks a meeting."""
 
     family: str
     floor: str
@@ -124,7 +128,8 @@ class Scene:
     variant: int = 0  # which question is asked, where the family has several
 
     def description(self) -> str:
-        """All that the texts may tell of the scene, as canonical JSON: places instead of coordinates."""
+        """All that the texts may tell of the scene, as canonical JSON: places instead of
+        coordinates."""
         told = [
             {key: value for key, value in asdict(shape).items() if key not in ("x", "y", "travel")}
             | {"place": shape.place}
@@ -139,7 +144,8 @@ class Scene:
 
 
 def _clear(shapes: tuple[Shape, ...], meet: bool) -> bool:
-    """Whether all shapes stay in the picture and, unless they are to meet, apart from each other and from the star."""
+    """Whether all shapes stay in the picture and, unless they are to meet, apart from each other
+    and from the star."""
     for time in np.linspace(0, 1, 13):
         phase = min(int(time * N_PHASES), N_PHASES - 1)
         discs = [
@@ -162,7 +168,8 @@ def _clear(shapes: tuple[Shape, ...], meet: bool) -> bool:
 def _draw_moves(
     rng: np.random.Generator, family: str, order: int
 ) -> tuple[tuple[str, str, str], float]:
-    """The moves of one shape and its travel. ``order`` is the shape's turn in a scene told by turns."""
+    """The moves of one shape and its travel. `order` is the shape's turn in a scene told by
+    turns."""
     directions = ("left", "right", "up", "down")
     if family in ("VDC", "Video-MME"):
         move = "still" if rng.random() < 0.3 else str(rng.choice(directions))
@@ -187,7 +194,8 @@ def _draw_event(rng: np.random.Generator, family: str, colour: str, size: str) -
 
 
 def draw_scene(rng: np.random.Generator, family: str) -> Scene:
-    """Draw one scene of a family; shapes differ in both colour and shape so that each can be named by either."""
+    """Draw one scene of a family; shapes differ in both colour and shape so that each can be named
+    by either."""
     if family not in FAMILIES:
         raise InputError(f"clip family: found {family!r}, allowed {', '.join(FAMILIES)}")
     counts = {
@@ -242,7 +250,8 @@ def _placed(rng: np.random.Generator, shapes: list[Shape]) -> tuple[Shape, ...]:
 
 
 def _make_meeting(rng: np.random.Generator, shapes: list[Shape]) -> list[Shape]:
-    """Let two shapes move towards each other in phase 0, touch, turn back in phase 1 and rest in phase 2."""
+    """Let two shapes move towards each other in phase 0, touch, turn back in phase 1 and rest in
+    phase 2."""
     gap = sum(RADII[shape.size] for shape in shapes)
     y = float(rng.uniform(0.3, 0.75))
     travel = PHASE_TRAVEL * 0.8
@@ -256,7 +265,8 @@ def _make_meeting(rng: np.random.Generator, shapes: list[Shape]) -> list[Shape]:
 
 
 def scenes(split: str, family: str, seed: int = 0) -> Iterator[Scene]:
-    """Yield all scenes of a split and family, without end and without a repeated description, in a fixed order."""
+    """Yield all scenes of a split and family, without end and without a repeated description, in a
+    fixed order."""
     if split not in SPLITS:
         raise InputError(f"clip split: found {split!r}, allowed {', '.join(SPLITS)}")
     rng = np.random.default_rng([seed, list(SPLITS).index(split), FAMILIES.index(family)])
@@ -275,12 +285,13 @@ def render(
 
     Args:
         times: (T,) instants in 0..1 of the clip.
-        width: in pixels; with ``height``, the size of the picture.
+        width: in pixels; with `height`, the size of the picture.
         rng: draws the floor's pattern, the camera's drift and the noise.
 
     Returns:
-        Pictures (T, height, width, 3) uint8 RGB, and what is under each pixel (T, height, width) uint8: 0 the floor,
-        ``STAR_CODE`` the star, else 1 + colour + 6 * (shape + 4 * size), sizes small 0 and large 1.
+        Pictures (T, height, width, 3) uint8 RGB, and what is under each pixel (T, height, width)
+        uint8: 0 the floor, `STAR_CODE` the star, else 1 + colour + 6 * (shape + 4 * size), sizes
+        small 0 and large 1.
     """
     side = min(width, height)
     drift = np.clip(np.cumsum(rng.normal(0, 0.004, (len(times), 2)), axis=0), -0.02, 0.02)
@@ -357,7 +368,8 @@ def _cover(
 
 
 def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, float]:
-    """Write a scene as an H.264 MP4 of a drawn size, rate, length and quality. Returns those facts."""
+    """Write a scene as an H.264 MP4 of a drawn size, rate, length and quality. Returns those
+    facts."""
     width, height = SIZES[rng.integers(len(SIZES))]
     rate = int(rng.choice(RATES))
     longer = scene.family in ("MLVU", "LVB")
@@ -368,7 +380,8 @@ def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, f
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial.mp4")
     with av.open(str(partial), "w") as out:
-        # x264 with assembly wrote different bytes from one run to the next (one thread, x264 of PyAV 18).
+        # x264 with assembly wrote different bytes from one run to the next (one thread, x264 of
+        # PyAV 18).
         options = {"crf": str(crf), "preset": "veryfast", "x264-params": "threads=1:no-asm=1"}
         stream = out.add_stream("libx264", rate=Fraction(rate), options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
@@ -382,7 +395,8 @@ def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, f
 def make_split(
     split: str, clips_per_family: int, out_folder: Path, seed: int = 0, progress: bool = False
 ) -> list[Clip]:
-    """Write the first ``clips_per_family`` clips of each family of a split as MP4 files and return their list.
+    """Write the first `clips_per_family` clips of each family of a split as MP4 files and return
+    their list.
 
     A file that exists is kept: its name and content are functions of (seed, split, family, index).
     """

@@ -6,6 +6,7 @@ there; the suites' and a training corpus's own files stay where they are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -114,8 +115,8 @@ def prepare_lists(settings: ClipSettings, folder: Path) -> pd.DataFrame:
 
 
 def _each_once(clips: list[Clip]) -> list[Clip]:
-    """Clips of several sample seeds, which may share some, each once."""
-    return list({clip.clip_id: clip for clip in clips}.values())
+    """Clips of several sample seeds, which may share some, each once, in order of first sight."""
+    return list({(clip.benchmark, clip.clip_id): clip for clip in clips}.values())
 
 
 def read_list(folder: Path, name: str) -> list[Clip]:
@@ -136,15 +137,17 @@ def suite_list(folder: Path, benchmark: str, sample_seed: int, n_clips: int) -> 
 
 
 def all_suite_clips(folder: Path, settings: ClipSettings, n_clips: int) -> list[Clip]:
-    """The first `n_clips` clips of every suite and sample seed, each clip once."""
-    return _each_once(
-        [
-            clip
-            for seed in settings.sample_seeds
-            for benchmark in settings.benchmarks
-            for clip in suite_list(folder, benchmark, seed, n_clips)
-        ]
-    )
+    """The first `n_clips` clips of every suite and sample seed, each clip once.
+
+    In order of rank within its list, suites and seeds in turn, so that a cut keeps all of them.
+    """
+    lists = [
+        suite_list(folder, benchmark, seed, n_clips)
+        for seed in settings.sample_seeds
+        for benchmark in settings.benchmarks
+    ]
+    in_turn = itertools.chain.from_iterable(itertools.zip_longest(*lists))
+    return _each_once([clip for clip in in_turn if clip is not None])
 
 
 def open_reader(settings: ClipSettings) -> FrameReader:

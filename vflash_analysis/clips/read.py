@@ -23,24 +23,8 @@ import numpy as np
 
 from vflash_analysis.clips.backends import BACKENDS, DEPTH_OF_INTEREST
 from vflash_analysis.clips.child import Child
-from vflash_analysis.clips.sampling import choose_indices, uniform_times, validate_indices
+from vflash_analysis.clips.sampling import uniform_times, validate_indices
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import sha256_of_file as sha256_file
-
-__all__ = [
-    "FLAGS",
-    "REASONS",
-    "ClipError",
-    "ClipFrames",
-    "ClipInfo",
-    "FrameReader",
-    "check_clip",
-    "check_clips",
-    "choose_indices",
-    "sha256_file",
-    "uniform_times",
-    "validate_indices",
-]
 
 REASONS = (
     "missing",  # no file at that path

@@ -1,4 +1,4 @@
-"""Clips of the five public suites from local folders: adapters, fixed draws, frozen lists.
+"""Clips of the five public suites from local folders: adapters and fixed draws.
 
 A suite is one YAML file in `data/suites/` (hub id, revision, licence, layout, prompt rule) and one
 function here that reads its metadata. Videos are never downloaded: `VFLASH_DATA` names a folder
@@ -19,39 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vflash_analysis import strict
-from vflash_analysis.clips.lists import (
-    NAMED,
-    Clip,
-    check_disjoint,
-    missing_clips,
-    need_text,
-    read_clip_list,
-    read_video_list,
-    require_clips,
-    write_clip_list,
-)
+from vflash_analysis.clips.lists import Clip, need_text, read_video_list
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json, sha256_of_file, write_json_atomic
-
-__all__ = [
-    "DESCRIPTION_PROMPT",
-    "Clip",
-    "Suite",
-    "check_disjoint",
-    "describe_suite",
-    "draw_clip_ids",
-    "find_dataset",
-    "load_suite",
-    "load_suites",
-    "missing_clips",
-    "read_clip_list",
-    "read_video_list",
-    "require_clips",
-    "suite_clips",
-    "suite_videos",
-    "write_clip_list",
-    "write_frozen_list",
-]
+from vflash_analysis.records import read_json
 
 # The neighbours' prompt for every suite but VideoDetailCaption (SpecVLM's published script and
 # paper, appendix A).
@@ -303,86 +273,16 @@ def draw_clip_ids(
 
 
 def suite_clips(
-    suite: Suite,
-    data_root: str | os.PathLike[str],
-    sample_seed: int,
-    n_clips: int,
-    frozen: str | os.PathLike[str] | None = None,
+    suite: Suite, data_root: str | os.PathLike[str], sample_seed: int, n_clips: int
 ) -> list[Clip]:
     """Return the fixed clip list of a suite and sample seed, in the order of `draw_clip_ids`.
 
     Clips whose file is not there stay in the list, so that a run reports them by name ("missing")
-    and a partly downloaded suite never shifts the draw. Use `missing_clips` to name them
+    and a partly downloaded suite never shifts the draw. Use `lists.missing_clips` to name them
     beforehand.
 
-    Args:
-        frozen: a list of `write_frozen_list`; its first `n_clips` ids replace the draw, its hashes
-            are compared.
-
     Raises:
-        InputError: folder, metadata or frozen list missing or not as described, or a file that
-        changed.
+        InputError: folder or metadata missing or not as described, or fewer videos than asked for.
     """
     clips = {clip.clip_id: clip for clip in suite_videos(suite, data_root)}
-    if frozen is None:
-        return [clips[i] for i in draw_clip_ids(clips, suite.name, sample_seed, n_clips)]
-    return _frozen_clips(Path(frozen), suite, clips, sample_seed, n_clips)
-
-
-def describe_suite(suite: Suite, data_root: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return one row of the suite table: its folder, videos listed, expected and missing."""
-    clips = suite_videos(suite, data_root)
-    return {
-        "benchmark": suite.name,
-        "folder": str(find_dataset(suite, data_root)),
-        "videos_listed": len(clips),
-        "videos_expected": suite.expected_clips,
-        "videos_missing": len(missing_clips(clips)),
-    }
-
-
-# ---------------------------------------------------------------- frozen lists
-
-
-def write_frozen_list(
-    path: str | os.PathLike[str], sample_seed: int, clips: Sequence[Clip]
-) -> Path:
-    """Write a suite's list with every file's SHA-256, so that others can show they used the same.
-
-    Raises:
-        InputError: a clip whose file is missing, or clips of several suites.
-    """
-    require_clips(clips)
-    benchmarks = sorted({clip.benchmark for clip in clips})
-    if len(benchmarks) != 1:
-        raise InputError(
-            f"{path}: clips of {', '.join(benchmarks) or 'no suite'}; allowed is one suite a list"
-        )
-    rows = [{"clip_id": clip.clip_id, "sha256": sha256_of_file(clip.path)} for clip in clips]
-    frozen = {"benchmark": benchmarks[0], "sample_seed": sample_seed, "clips": rows}
-    write_json_atomic(Path(path), frozen)
-    return Path(path)
-
-
-def _frozen_clips(
-    path: Path, suite: Suite, clips: dict[str, Clip], sample_seed: int, n_clips: int
-) -> list[Clip]:
-    frozen = read_json(path)
-    try:
-        found = (frozen["benchmark"], frozen["sample_seed"])
-        digests = {row["clip_id"]: row["sha256"] for row in frozen["clips"]}
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{path}: not a frozen clip list ({error!r})") from None
-    if found != (suite.name, sample_seed) or len(digests) < n_clips:
-        raise InputError(
-            f"{path}: {len(digests)} clips of benchmark and sample seed {found}; "
-            f"allowed are {n_clips} or more of {(suite.name, sample_seed)}"
-        )
-    unknown = sorted(set(digests) - set(clips))
-    if unknown:
-        raise InputError(f"{path}: the suite's metadata has no {', '.join(unknown[:NAMED])}")
-    chosen = [clips[i] for i in list(digests)[:n_clips]]
-    for clip in chosen:
-        if os.path.isfile(clip.path) and sha256_of_file(clip.path) != digests[clip.clip_id]:
-            raise InputError(f"{clip.path}: the file differs from the one frozen in {path}")
-    return chosen
+    return [clips[i] for i in draw_clip_ids(clips, suite.name, sample_seed, n_clips)]

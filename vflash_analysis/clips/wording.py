@@ -1,8 +1,8 @@
 """Questions about pocket scenes, the answers a target learns to write, and how an answer is scored.
 
-Wording and order are functions of what the clip shows: the floor chooses how a text is built and in which order shapes are
-told, a shape chooses its verb, so that text alone does not tell how it goes on. Scores compare the words of a kind
-(colours, directions, ...) in the order in which they stand.
+Wording and order are functions of what the clip shows: the floor chooses how a text is built and in
+which order shapes are told, a shape chooses its verb, so that text alone does not tell how it goes
+on. Scores compare the words of a kind (colours, directions, ...) in the order in which they stand.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def attribute_matches(text: str, reference: str) -> dict[str, tuple[int, int]]:
     """Compare a text with its reference, kind by kind.
 
     Returns:
-        kind -> (matches, words): the k-th word of a kind in the text matches when it equals the k-th one of the
-        reference; ``words`` is the longer of the two counts, so that missing and surplus statements count as wrong.
+        kind -> (matches, words): the k-th word of a kind in the text matches when it equals the
+        k-th one of the reference; `words` is the longer of the two counts, so that missing and
+        surplus statements count as wrong.
     """
     found, wanted = re.findall(r"[a-z]+", text.lower()), re.findall(r"[a-z]+", reference.lower())
     result = {}
@@ -102,7 +103,7 @@ def _change(shape: Shape) -> str:
 
 
 def _changes(scene: Scene, ordered: Sequence[Shape], pattern: str) -> list[str]:
-    """One sentence for each shape that changes; ``pattern`` has {name}, {change} and {when}."""
+    """One sentence for each shape that changes; `pattern` has {name}, {change} and {when}."""
     return [
         _cap(pattern.format(name=f"the {s.shape}", change=_change(s), when=WHEN[s.event.phase]))
         for s in ordered
@@ -121,7 +122,8 @@ def _left_at_end(scene: Scene, ordered: Sequence[Shape]) -> str:
 
 
 def _told(scene: Scene) -> list[Shape]:
-    """The order in which shapes are told: from the left; from the right on a pale floor; large ones first on a brown one."""
+    """The order in which shapes are told: from the left; from the right on a pale floor; large ones
+    first on a brown one."""
     shapes = list(scene.shapes)
     if scene.floor == "pale":
         return shapes[::-1]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from vflash_analysis.decoding.huggingface import OutsideGeneration, generate_out
 from vflash_analysis.decoding.loop import Cycle, Generation, decode
 from vflash_analysis.decoding.lossless import ExactLogits, judge
 from vflash_analysis.decoding.plan import Planned
-from vflash_analysis.decoding.timing import device_label
+from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
 from vflash_analysis.model.target import Prefill, Target
@@ -111,7 +110,7 @@ class ClipDecoder:
         self._shared = {
             "run_id": facts.run_id,
             "profile": facts.profile,
-            "target": Path(target.source).name,
+            "target": target.source,
             "target_revision": (
                 f"sha256:{target.source_sha256[:16]}"
                 if target.revision in ("", "local")

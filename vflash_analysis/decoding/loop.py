@@ -14,7 +14,7 @@ import torch
 
 from vflash_analysis.decoding.methods.base import Method, Prompt, Proposal
 from vflash_analysis.decoding.timing import Timer
-from vflash_analysis.decoding.tree import accept_walk, ancestor_mask, is_chain, node_depths
+from vflash_analysis.decoding.tree import accept_walk, ancestor_mask, is_chain, tree_depths
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.target import Prefill, Target
@@ -142,20 +142,26 @@ class Verifier:
 
     def __init__(self, target: Target, cache: KVCache, method: Method) -> None:
         self._target, self._cache, self._taps = target, cache, method.tap_layer_ids
+        self._max_depth = method.max_depth
         # (capacity + depth + 1,) every position a chain can reach; a slice costs nothing.
         self._positions = torch.arange(cache.capacity + method.max_depth + 1, device=target.device)
 
     def inputs(
         self, anchor: int, proposal: Proposal
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Token ids (n + 1,), position ids (n + 1,) and, for a tree, its mask (n + 1, n + 1)."""
+        """Token ids (n + 1,), position ids (n + 1,) and, for a tree, its mask (n + 1, n + 1).
+
+        Raises:
+            InputError: the tree is not well-formed (see `tree_depths`).
+        """
         start, device = self._cache.length, self._target.device
         parents = proposal.parents
         ids = torch.tensor([anchor, *proposal.token_ids], device=device)
         if is_chain(parents):
             return ids, self._positions[start : start + len(parents) + 1], None
-        depths = torch.tensor([0, *node_depths(parents)], device=device)
-        return ids, depths + start, ancestor_mask(parents).to(device)
+        depths = tree_depths(proposal.token_ids, parents, self._max_depth)
+        positions = torch.tensor([0, *depths], device=device) + start
+        return ids, positions, ancestor_mask(parents).to(device)
 
     def choices(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None

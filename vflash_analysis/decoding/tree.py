@@ -134,63 +134,35 @@ def grow_tree(
     return Tree(tokens, parents, depths, own)
 
 
-def best_first_tree(log_probs: torch.Tensor, n_nodes: int, spine_first: bool = False) -> Tree:
-    """The `n_nodes` most probable draft nodes of one drafter forward.
-
-    Args:
-        log_probs: (S, V) log-probabilities of slots 1..S (raw logits give the same tree, as the
-            softmax is taken here); banned tokens are -inf.
-        n_nodes: nodes wanted, the anchor not counted.
-        spine_first: see `grow_tree`.
-    """
-    # A node of rank r needs its r better siblings in the tree first: n_nodes ranks are enough.
-    ids, logprobs = rank_slots(log_probs, max(n_nodes, 1))
-    return grow_tree(ids, logprobs, n_nodes, spine_first)
-
-
-def node_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of every node, 1 for the anchor's children; parents must precede children."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
-
-
-def validate_tree(
-    token_ids: Sequence[int],
-    parents: Sequence[int],
-    depths: Sequence[int] | None = None,
-    max_depth: int | None = None,
+def tree_depths(
+    token_ids: Sequence[int], parents: Sequence[int], max_depth: int | None = None
 ) -> list[int]:
-    """Depths of a well-formed tree.
+    """Depth of every node, 1 for the anchor's children, of a well-formed tree.
 
     Raises:
         InputError: unequal lengths; a parent that is not -1 or an earlier node (so also a cycle); a
-            stated depth that is not the parent's + 1; a node deeper than `max_depth`; two children
-            of one parent with the same token.
+            node deeper than `max_depth`; two children of one parent with the same token.
     """
-    if len(token_ids) != len(parents) or (depths is not None and len(depths) != len(parents)):
+    if len(token_ids) != len(parents):
         raise InputError(
-            f"draft tree: {len(token_ids)} tokens, {len(parents)} parents"
-            + (f", {len(depths)} depths" if depths is not None else "")
-            + "; one of each per node is needed"
+            f"draft tree: {len(token_ids)} tokens, {len(parents)} parents; one of each per node "
+            "is needed"
         )
-    for node, parent in enumerate(parents):
+    depths: list[int] = []
+    children: set[tuple[int, int]] = set()
+    for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
         if not -1 <= parent < node:
             raise InputError(
                 f"draft tree: node {node} has parent {parent}; allowed is -1 (anchor) to {node - 1}"
             )
-    found = node_depths(parents)
-    children: set[tuple[int, int]] = set()
-    for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
-        if depths is not None and depths[node] != found[node]:
-            raise InputError(f"draft tree: node {node} has depth {depths[node]}, not {found[node]}")
-        if max_depth is not None and found[node] > max_depth:
-            raise InputError(f"draft tree: node {node} is at depth {found[node]} of {max_depth}")
+        depth = 1 if parent < 0 else depths[parent] + 1
+        if max_depth is not None and depth > max_depth:
+            raise InputError(f"draft tree: node {node} is at depth {depth} of {max_depth}")
         if (parent, token) in children:
             raise InputError(f"draft tree: node {node} repeats token {token} under parent {parent}")
+        depths.append(depth)
         children.add((parent, token))
-    return found
+    return depths
 
 
 def is_chain(parents: Sequence[int]) -> bool:
@@ -210,13 +182,6 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
         mask[row] = mask[parent + 1]
         mask[row, row] = True
     return torch.from_numpy(mask)
-
-
-def tree_mask(parents: Sequence[int], context_length: int) -> torch.Tensor:
-    """(n + 1, context_length + n + 1) bool: every row sees the whole context and its own path."""
-    own = ancestor_mask(parents)
-    context = torch.ones(own.shape[0], context_length, dtype=torch.bool)
-    return torch.cat([context, own], dim=1)
 
 
 def accept_walk(

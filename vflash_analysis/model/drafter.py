@@ -4,6 +4,7 @@ The network itself is in `network.py`.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,14 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import BLOCK_SIZE, KVCache
 from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter, check_drafter_config
-from vflash_analysis.model.source import check_safetensors, text_config_sha256
+from vflash_analysis.model.source import check_safetensors, read_object, text_config_sha256
 from vflash_analysis.model.taps import check_tap_layers, default_tap_layers
+
+NOT_IDENTITY = ("transformers_version", "_name_or_path", "target_source", "target_revision")
+"""Config entries that tell where and by what a drafter was saved, not what it is.
+
+The target is identified by `target_sha256`.
+"""
 
 
 def visible_context(
@@ -193,16 +200,17 @@ def drafter_cache(drafter: VFlashDrafter, capacity: int) -> KVCache:
 
 
 def drafter_sha256(folder: str | Path) -> str:
-    """Identity of a saved drafter: hash of its config and weights.
+    """Identity of a saved drafter: hash of its weights and config without `NOT_IDENTITY`.
 
     Raises:
         InputError: a file is missing or damaged.
     """
     folder = Path(folder)
-    digest = hashlib.sha256()
     if not (folder / "config.json").is_file():
         raise InputError(f"{folder}: found no drafter (config.json)")
     check_safetensors(folder / "model.safetensors")
-    for name in ("config.json", "model.safetensors"):
-        digest.update((folder / name).read_bytes())
+    config = read_object(folder / "config.json")
+    kept = {name: value for name, value in config.items() if name not in NOT_IDENTITY}
+    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
+    digest.update((folder / "model.safetensors").read_bytes())
     return digest.hexdigest()

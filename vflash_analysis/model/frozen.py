@@ -55,7 +55,7 @@ class Target:
         preprocessing: its frame settings.
         attention: "vflash", "sdpa" or "eager", for the text stack; vision stays on SDPA.
         template: chat template and the file it came from; None takes the tokenizer's.
-        source: name in messages.
+        source: name in messages and records, never a path.
         source_sha256: identity of config, tokenizer and weights.
         revision: revision of the checkpoint.
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.source import read_json
+from vflash_analysis.model.source import read_object
 
 # Interpolation codes of preprocessor files (Pillow's) that a video model may ask for.
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
@@ -40,7 +40,7 @@ def read_chat_template(folder: Path) -> tuple[str, str] | None:
     for name in ("chat_template.json", "processor_config.json"):
         path = folder / name
         if path.is_file():
-            template = read_json(path).get("chat_template")
+            template = read_object(path).get("chat_template")
             if isinstance(template, str):
                 return template, str(path)
     return None
@@ -54,13 +54,13 @@ def read_frame_preprocessing(folder: Path) -> FramePreprocessing:
     """
     nested = folder / "processor_config.json"
     if nested.is_file():
-        settings = read_json(nested).get("video_processor")
+        settings = read_object(nested).get("video_processor")
         if isinstance(settings, dict):
             return parse_frame_preprocessing(settings, str(nested))
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         path = folder / name
         if path.is_file():
-            return parse_frame_preprocessing(read_json(path), str(path))
+            return parse_frame_preprocessing(read_object(path), str(path))
     raise InputError(f"{folder}: found no video_preprocessor_config.json for the frames")
 
 

@@ -1,11 +1,11 @@
-"""The drafter network: it that fills a block of masked slots from the target's hidden states.
+"""The drafter network, which fills a block of masked slots from the target's hidden states.
 
 Each layer attends from 16 block slots to [context ; block]. The context is the target's tapped
 states, projected once (linear + RMSNorm) and shared by all layers; each layer has its own key and
 value projections for it. Inside the block attention is bidirectional; the context holds positions
 strictly before the anchor. Embedding and LM head are the target's own and never registered here.
 
-Saved and loaded by `save_pretrained` / `from_pretrained`; under Hugging Face's names for it, so
+Saved and loaded by `save_pretrained` / `from_pretrained` and named as Hugging Face names it, so
 `target.model.generate(..., assistant_model=drafter, speculation_type="dflash")` works too.
 """
 

@@ -7,12 +7,15 @@ preprocessor's settings. Nothing here opens a socket.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vflash_analysis.errors import InputError
+from vflash_analysis.records import read_json
+from vflash_analysis.schemas import PAPER_TARGET
 
 # llava-hf/llava-onevision-qwen2-7b-ov-hf: text stack of Qwen2-7B, SigLIP vision tower.
 LLAVA_ONEVISION_7B_TEXT: Mapping[str, object] = {
@@ -42,18 +45,13 @@ class WeightFile:
     parameters: int
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
         InputError: the file is missing, not JSON, or not an object.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: file not found") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not JSON: {error}") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path}: found a JSON {type(content).__name__}, allowed: an object")
     return content
@@ -110,7 +108,7 @@ def weight_files(folder: Path) -> list[WeightFile]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index}: found no weight_map")
         return [check_safetensors(folder / name) for name in sorted(set(weight_map.values()))]
@@ -161,6 +159,19 @@ def folder_sha256(folder: Path) -> str:
                 file.seek((size - _SAMPLE_BYTES) * part // 63)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def folder_name(folder: Path) -> str:
+    """Name that records show for a target; never a path, which would name a machine.
+
+    A folder in a Hugging Face cache (`models--<org>--<name>/snapshots/<commit>`) is called by the
+    model's name; a copied `snapshots` folder, of which only the commit is known, "unknown".
+    """
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots":
+        repository = resolved.parent.parent.name
+        return repository.split("--")[-1] if repository.startswith("models--") else "unknown"
+    return Path(os.path.abspath(folder)).name
 
 
 def folder_revision(folder: Path) -> str:
@@ -229,9 +240,9 @@ def check_full_attention(text_config: Any) -> None:
         )
 
 
-def is_llava_onevision_7b(config: Any) -> bool:
-    """Whether a config claims to be the paper's target, by its text width."""
-    return (
+def is_llava_onevision_7b(config: Any, name: str = "") -> bool:
+    """Whether a target claims to be the paper's, by its name or by its text width."""
+    return name == PAPER_TARGET or (
         config.model_type == "llava_onevision"
         and config.get_text_config(decoder=True).hidden_size
         == LLAVA_ONEVISION_7B_TEXT["hidden_size"]
@@ -242,7 +253,7 @@ def check_llava_onevision_7b(config: Any, mean: Sequence[float], std: Sequence[f
     """Assert the facts that the published numbers rest on.
 
     Args:
-        config: a `LlavaOnevisionConfig` of hidden size 3584.
+        config: the config of a target that `is_llava_onevision_7b` takes for the paper's.
         mean: `image_mean` of the checkpoint's frame settings.
         std: `image_std`.
 

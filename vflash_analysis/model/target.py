@@ -65,7 +65,8 @@ def load_target(
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_config(config, str(folder))
     preprocessing = inputs.read_frame_preprocessing(folder)
-    if folders.is_llava_onevision_7b(config):
+    name = folders.folder_name(folder)
+    if folders.is_llava_onevision_7b(config, name):
         folders.check_llava_onevision_7b(config, preprocessing.mean, preprocessing.std)
     image_size = config.vision_config.image_size
     if (preprocessing.height, preprocessing.width) != (image_size, image_size):
@@ -94,7 +95,7 @@ def load_target(
         preprocessing,
         attention,
         inputs.read_chat_template(folder),
-        str(source),
+        name,
         folders.folder_sha256(folder),
         folders.folder_revision(folder) if revision is None else revision,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import metrics
-from vflash_analysis.metrics import BLOCK_SLOTS, grouped
+from vflash_analysis.metrics import grouped
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM, anchors_with_arms
 from vflash_analysis.results.sources import (
     DEFAULT_BOOTSTRAP,
@@ -30,11 +30,12 @@ Row = dict[str, Any]
 def _slot_rows(
     row: Callable[..., Row],
     parts_of: Callable[[int, bool], pd.DataFrame],
+    n_slots: int,
     boot: Bootstrap,
 ) -> list[Row]:
     rows: list[Row] = []
     for quantity, survival in (("conditional_acceptance", False), ("survival", True)):
-        for slot in range(1, BLOCK_SLOTS + 1):
+        for slot in range(1, n_slots + 1):
             parts = parts_of(slot, survival)
             n = int(parts["p1"].sum())
             value = boot.seeds_and_videos(parts)
@@ -59,7 +60,8 @@ def acceptance_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> p
         for arm in in_order(set(anchors["arm"]) & {BASE_ARM, FLOW_ARM}, ARM_ORDER):
             own = anchors.loc[anchors["arm"] == arm]
             row = partial(origin.row, objective=arm)
-            rows += _slot_rows(row, partial(metrics.anchor_position_parts, own), boot)
+            parts_of = partial(metrics.anchor_position_parts, own)
+            rows += _slot_rows(row, parts_of, int(own["n_slots"].max()), boot)
     for group in decode_groups(records):
         origin = group.origin(item, records)
         decoded = set(group.cycles["drafter_sha256"])
@@ -71,7 +73,8 @@ def acceptance_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> p
         for arm in in_order(cycles["arm"], ARM_ORDER):
             own = cycles.loc[cycles["arm"] == arm]
             row = partial(origin.row, method="chain", objective=arm)
-            rows += _slot_rows(row, partial(metrics.cycle_position_parts, own), boot)
+            parts_of = partial(metrics.cycle_position_parts, own)
+            rows += _slot_rows(row, parts_of, int(metrics.draft_slots(own).max()), boot)
     return tidy(rows)
 
 

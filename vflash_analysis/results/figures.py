@@ -17,7 +17,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
-from vflash_analysis.metrics import BLOCK_SLOTS
 from vflash_analysis.results import published
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM
 from vflash_analysis.results.style import (
@@ -195,6 +194,7 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
     lines = sorted(set(zip(frame["method"], frame["device"], strict=True))) or [("", "")]
     figure, axes = new_figure(10.5, 1.35 + 2.9 * len(lines), len(lines), 2)
     arms = (BASE_ARM, FLOW_ARM)
+    n_slots = max((int(slot) for slot in frame["setting"]), default=1)
     for line, (method, device) in enumerate(lines):
         here = frame.loc[(frame["method"] == method) & (frame["device"] == device)]
         for axis, (quantity, words) in zip(axes[line], _PANELS, strict=True):
@@ -204,8 +204,8 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
             if rows.empty:
                 no_data(axis)
             axis.set_ylim(0, 1.02)
-            axis.set_xlim(0.6, BLOCK_SLOTS + 0.4)
-            axis.set_xticks(range(1, BLOCK_SLOTS + 1))
+            axis.set_xlim(0.6, n_slots + 0.4)
+            axis.set_xticks(range(1, n_slots + 1))
             if line == 0:
                 axis.set_title(words)
             if line == len(lines) - 1:

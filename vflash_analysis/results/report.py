@@ -1,15 +1,11 @@
-"""Builds every table and figure of a place from its records; `make figures` runs this.
+"""Builds every table and figure of a place from its records: `vflash figures`.
 
-    python -m vflash_analysis.results.report [--records FOLDER ...] [--figures FOLDER]
-
-Without `--records` the tracked pocket records are drawn into `figures/pocket`, with rows marked
-"stored"; a run's records go to `figures/latest`. Notebooks call `make_table` and `make_figure` for
-one item, or `write_item` to save it.
+The tracked pocket records are drawn into `figures/pocket`, with rows marked "stored"; a run's
+records go to `figures/latest`. Notebooks call `make_table` and `make_figure` for one item.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.paths import FIGURES, relative_to_root
+from vflash_analysis.paths import FIGURES
 from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
@@ -83,20 +79,6 @@ def default_place(records: Records) -> Path:
     return FIGURES / ("pocket" if records.status == STORED else "latest")
 
 
-def write_item(
-    stem: str,
-    records: Records | None = None,
-    folder: str | Path | None = None,
-    boot: Bootstrap = DEFAULT_BOOTSTRAP,
-) -> list[Path]:
-    """Makes one item and writes its files (table: csv, md, tex; figure: svg, pdf, png, csv)."""
-    records = records or load_records()
-    folder = default_place(records) if folder is None else folder
-    if stem in TABLES:
-        return write_table(folder, make_table(stem, records, boot))
-    return save_figure(folder, stem, *make_figure(stem, records, boot))
-
-
 def build_results(
     records: Records | str | Path | Sequence[str | Path] | None = None,
     figures_folder: str | Path | None = None,
@@ -132,22 +114,3 @@ def build_results(
             of = FIGURE_OF_TABLE.get(stem, ("",))[0]
             paths += save_figure(folder, stem, *make_figure(stem, records, boot, tables.get(of)))
     return paths
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of this module."""
-    parser = argparse.ArgumentParser(description="Draw every table and figure from records.")
-    parser.add_argument("--records", nargs="*", help="record or run folders; default: tracked")
-    parser.add_argument("--figures", help="output folder; default: figures/pocket or /latest")
-    parser.add_argument("--items", nargs="*", default=list(ITEMS), choices=ITEMS)
-    given = parser.parse_args(arguments)
-    try:
-        paths = build_results(given.records or None, given.figures, given.items)
-    except InputError as error:
-        parser.exit(2, f"{error}\n")
-    for path in paths:
-        print(relative_to_root(path))
-
-
-if __name__ == "__main__":
-    main()

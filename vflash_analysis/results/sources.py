@@ -1,7 +1,8 @@
 """What tables and figures are made from: the record frames of one place, and which drafter is which.
 
 Without a run the tracked pocket records stand in, and everything drawn from them is marked
-"stored". Several run folders may be given; only complete ones (`DONE` verified) are read.
+"stored". Several folders may be given. One that holds record files is read as it is; below any other
+the finished runs are read, and one whose files changed since its `DONE` is refused.
 """
 
 from __future__ import annotations

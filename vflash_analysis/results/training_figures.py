@@ -59,7 +59,7 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     """F5: loss at the all-mask state and accuracy of five slots by step, one line per arm.
 
     Args:
-        frame: from `objectives.training_frame`.
+        frame: from `curves.training_frame`.
         arms: arms that keep a place in the legend; by default the ones there are.
     """
     frame = checked(frame)

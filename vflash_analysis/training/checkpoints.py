@@ -18,6 +18,7 @@ from typing import Any
 
 from vflash_analysis.config import TrainSettings, to_json
 from vflash_analysis.errors import InputError
+from vflash_analysis.model.drafter import NOT_IDENTITY
 from vflash_analysis.records import read_json, write_json_atomic
 
 _STATE = "state.json"
@@ -100,8 +101,8 @@ def latest_checkpoint(root: str | Path) -> tuple[Path, dict[str, Any]] | None:
 def run_identity(drafter: Any, settings: TrainSettings, clip_ids: Sequence[str]) -> dict[str, Any]:
     """What must be equal for a checkpoint to be resumed or a result to be returned."""
     config = json.loads(json.dumps(drafter.config.to_dict(), default=str))
-    # Set by saving or training, not by the one who asks for the training.
-    for name in ("architectures", "dtype", "training", "transformers_version", "_name_or_path"):
+    # Set by place, saving or training, not by the one who asks for the training.
+    for name in (*NOT_IDENTITY, "architectures", "dtype", "training"):
         config.pop(name, None)
     clips = hashlib.sha256("\n".join(clip_ids).encode()).hexdigest()
     return {"settings": to_json(settings), "drafter": config, "clips": clips}

@@ -229,7 +229,10 @@ def collect_continuations(
     taps = tuple(tap_layer_ids) if store_states else ()
 
     def is_current(clip: Clip) -> bool:
-        prompt = target.build_prompt(clip.prompt, num_frames)
+        try:
+            prompt = target.build_prompt(clip.prompt, num_frames)
+        except InputError:
+            return False  # tried again below, where its reason is kept
         return _is_current(folder, clip, target, prompt, max_new_tokens, taps or None)
 
     waiting = [clip for clip in clips if not is_current(clip)]

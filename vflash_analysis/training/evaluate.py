@@ -240,6 +240,9 @@ def evaluate_anchors(
     """
     device = next(drafter.parameters()).device
     chosen = [i for i, count in enumerate(data.anchor_counts()) if count > 0][:limit]
+    if len(chosen) < 2 and any(setting.context == "shuffled" for setting in settings):
+        log(f"another clip's context: skipped, found {len(chosen)} clips with a text, 2 are needed")
+        settings = [setting for setting in settings if setting.context != "shuffled"]
     modes = sorted({setting.context for setting in settings})
     partner = other_clips(len(chosen), seed) if "shuffled" in modes else list(range(len(chosen)))
     progress = Progress("clip", len(chosen), log=log)

@@ -1,7 +1,8 @@
 """Does a target read its clips? Free-running greedy texts against what the generated clips show.
 
-A pocket target is used only while all gates hold: it tells static attributes and motion, its texts end by themselves, and
-with other clips' frames it knows no more than chance, so that nothing can be told from the text alone.
+Weights of a pocket target are tracked only while all gates hold: it tells static attributes and
+motion, its texts end by themselves, and what it writes of another clip is no better than chance, so
+that nothing can be told from the question alone.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def check_target(
 
 
 def judge_texts(texts: pd.DataFrame) -> TargetGates:
-    """Gates and accuracies from the texts alone (columns as in ``TargetGates.texts``)."""
+    """Gates and accuracies from the texts alone (columns as in `TargetGates.texts`)."""
     counts = [
         {"benchmark": row.benchmark, "kind": kind, "right": right, "words": words}
         for row in texts.itertuples()
@@ -134,8 +135,8 @@ def _score(text: str, reference: str) -> float:
 def _shuffled(texts: pd.DataFrame) -> tuple[float, float, float]:
     """Mean score when a question is answered with the next clip's text, and the band of chance.
 
-    A question is the same for all clips of a group, so the text of the next clip is what the target writes when it is
-    shown that clip's frames instead.
+    A question is the same for all clips of a group, so the text of the next clip is what the target
+    writes when it is shown that clip's frames instead.
     """
     sums = np.zeros(3)  # clips, their scores, the band's mean
     low, high = 0.0, 0.0  # half-widths of independent groups add in squares

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
 from vflash_analysis.config import TrainSettings, to_json
+from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
 from vflash_analysis.records import TRAINING, blank_row, read_json, write_json_atomic, write_records
@@ -343,7 +344,7 @@ def _finish(
             **facts,
             "target_sha256": target.sha256,
             "drafter_sha256": drafter_sha256(temporary),
-            "device": str(next(drafter.parameters()).device),
+            "device": device_label(next(drafter.parameters()).device),
         }
         rows = [{**blank_row(TRAINING), **identity, **row} for row in state.rows]
         write_records(out / "training.parquet", rows, TRAINING)

@@ -16,7 +16,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from vflash_analysis import config
 from vflash_analysis.clips import pocket
@@ -39,6 +38,7 @@ from vflash_analysis.training.continuations import (
     ContinuationSet,
     OnlineContinuations,
     collect_continuations,
+    pixel_reader,
 )
 from vflash_analysis.training.evaluate import (
     DEPLOYED,
@@ -108,8 +108,10 @@ def clips_of(settings: Profile, clips_folder: Path, name: str) -> list[Clip]:
     if name != "suites":
         return read_list(clips_folder, name)
     clips = all_suite_clips(clips_folder, settings.clips, settings.clips.clips_per_suite_all)
-    order = sorted(clips, key=lambda clip: clip.clip_id[-4:])  # suites in turn
-    return order[: settings.training.anchor_clips]
+    by_id: dict[str, Clip] = {}
+    for clip in clips:  # two suites may hold one video: texts and states are kept by clip id
+        by_id.setdefault(clip.clip_id, clip)
+    return list(by_id.values())[: settings.training.anchor_clips]
 
 
 def collect_lists(target: Target, settings: Profile, clips_folder: Path, out_folder: Path) -> None:
@@ -170,13 +172,9 @@ def continuations(
     if settings.continuations.states == "stored":
         yield ContinuationSet(folder / name)
         return
-    by_id = {clip.clip_id: clip.path for clip in clips_of(settings, clips_folder, name)}
+    clips = clips_of(settings, clips_folder, name)
     with open_reader(settings.clips) as reader:
-
-        def pixels(clip_id: str) -> Tensor:
-            clip = reader.read(by_id[clip_id], settings.clips.num_frames)
-            return target.prepare_frames(torch.from_numpy(clip.frames))
-
+        pixels = pixel_reader(target, clips, reader, settings.clips.num_frames)
         yield OnlineContinuations(folder / name, target, pixels, tapped_layers(target, settings))
 
 

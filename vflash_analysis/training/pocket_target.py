@@ -1,16 +1,19 @@
-"""Train the pocket target: a LLaVA-OneVision architecture of under 3 M parameters that reads generated clips.
+"""Train the pocket target: a LLaVA-OneVision architecture of under 3 M parameters.
 
-Three steps, each kept on disk so that a later one can be run again: a pool of scenes drawn as frames; the vision tower and
-projector on dense labels (what is under each patch and where its centre is); the text stack on questions and answers. The
-tower comes first because a captioning loss alone teaches it little of shape and place; while captions are learnt, a middle
-layer is asked at each video position how the shape there moves and what it first looked like, because motion must be read
-across frames by the text stack. All these heads are thrown away. Run by notebook 20 with ``retrain = True``.
+Three steps: a pool of scenes drawn as frames; the vision tower and projector on dense labels (what
+is at each place and where its centre is); the text stack on questions and answers. The tower comes
+first because a captioning loss alone teaches it little of shape and place. While captions are
+learnt, a middle layer is asked at each video position how the shape there moves and what it first
+looked like, because motion must be read across frames by the text stack. All these heads are thrown
+away. Run by notebook 20 with `retrain = True`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
+import shutil
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +33,15 @@ from transformers import (
 
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.wording import answer, question
-from vflash_analysis.records import replace_atomically, write_json_atomic
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import read_json, replace_atomically, write_json_atomic
 
 NUM_FRAMES = 9
 IMAGE_SIZE, PATCH_SIZE = 64, 8  # pixels
 GRID = IMAGE_SIZE // PATCH_SIZE
 VIDEO_TOKENS = NUM_FRAMES * (GRID // 2) ** 2 + 1
 VOCABULARY_ROWS = 640
+LOG_EVERY, CHECKPOINT_EVERY = 50, 250  # steps
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
 N_COLOURS, N_SHAPES, N_SIZES, N_FLOORS = 6, 4, 2, 4
 # The checkpoint's own chat format, written anew: a role, the video, a line break, the question.
@@ -55,8 +60,10 @@ class Pool:
 
     Attributes:
         frames: (N, T, 64, 64, 3) uint8, resized as the target's preprocessing does.
-        codes: (N, T, 64) uint8, the shape under most of each patch (0: floor), as ``pocket.render`` numbers them.
-        offsets: (N, T, 64, 2) float16, from the patch's centre to the centre of that shape, in patches.
+        codes: (N, T, 64) uint8, the shape under most of each patch (0: floor), as `pocket.render`
+            numbers them.
+        offsets: (N, T, 64, 2) float16, from the patch's centre to the centre of that shape, in
+            patches.
         floors: (N,) uint8.
         questions, answers: N texts each.
     """
@@ -72,7 +79,8 @@ class Pool:
 def _draw(
     job: tuple[str, str, int, int, int],
 ) -> tuple[list[np.ndarray], list[list[str]]]:
-    """Draw scenes start, start + step, ... of a split and family: a pool's four arrays and its two texts."""
+    """Draw scenes start, start + step, ... of a split and family: a pool's four arrays and its two
+    texts."""
     split, family, count, start, step = job
     torch.set_num_threads(1)
     source, out = pocket.scenes(split, family), []
@@ -98,7 +106,8 @@ def _draw(
 
 
 def _patch_labels(under: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Labels of each patch from what is under each pixel, (T, 64, 64) -> (T, 64) uint8 and (T, 64, 2) float16."""
+    """Labels of each patch from what is under each pixel, (T, 64, 64) -> (T, 64) uint8 and (T, 64,
+    2) float16."""
     n_frames = len(under)
     patches = (
         under.reshape(n_frames, GRID, PATCH_SIZE, GRID, PATCH_SIZE)
@@ -230,9 +239,11 @@ def schedule(step: int, steps: int, warmup: int) -> float:
 
 
 class DenseHead(nn.Linear):
-    """Reads from one hidden state what is at its place: colour, shape, size and the centre, thrown away after training.
+    """Reads from one hidden state what is at its place: colour, shape, size and the centre, thrown
+    away after training.
 
-    With ``moving`` also the step since the last frame and the first frame's colour and size of the shape.
+    With `moving` also the step since the last frame and the first frame's colour and size of the
+    shape.
     """
 
     def __init__(self, width: int, moving: bool = False) -> None:
@@ -241,11 +252,12 @@ class DenseHead(nn.Linear):
         super().__init__(width, sum(self.parts))
 
     def loss(self, hidden: Tensor, labels: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        """Mean loss over places, and the shares of right colours, shapes and sizes over places with a shape.
+        """Mean loss over places, and the shares of right colours, shapes and sizes over places with
+        a shape.
 
         Args:
             hidden: (..., W).
-            labels: as from ``dense_labels``, each (...) or (..., 2).
+            labels: as from `dense_labels`, each (...) or (..., 2).
         """
         outs = dict(zip(_LABELS, self(hidden).float().split(self.parts, dim=-1), strict=False))
         covered = labels["colour"] < N_COLOURS
@@ -257,27 +269,33 @@ class DenseHead(nn.Linear):
                 continue
             seen = covered if name == "centre" else covered & labels["followed"]
             if name in ("centre", "step"):
-                total = total + F.smooth_l1_loss(out[seen], labels[name][seen], beta=0.2)
+                off = F.smooth_l1_loss(out[seen], labels[name][seen], beta=0.2)
+                total = total + PRECISION[name] * off
             else:
                 total = total + F.cross_entropy(out[seen], labels[name][seen])
         return total, right
 
 
+# A shape moves half a patch between frames: motion is read only once centres are read finely.
+PRECISION = {"centre": 4.0, "step": 8.0}
 _LABELS = ("colour", "shape", "size", "centre", "step", "first_colour", "first_size")
 
 
 def dense_labels(codes: Tensor, offsets: Tensor, floors: Tensor) -> dict[str, Tensor]:
-    """Labels of every place of clips, from the pool's arrays or from ``cells``.
+    """Labels of every place of clips, from the pool's arrays or from `cells`.
 
     Args:
-        codes: (B, T, N), as ``pocket.render`` numbers them.
+        codes: (B, T, N), as `pocket.render` numbers them.
         offsets: (B, T, N, 2) from the place's middle to the shape's centre, in patches.
         floors: (B,).
 
     Returns:
-        colour (floors follow the colours, the star is last), shape, size: (B, T, N) classes; centre: (B, T, N, 2);
-        step: (B, T, N, 2), how far the shape at the place moved since the last frame, in patches; first_colour,
-        first_size: (B, T, N) of that shape in the first frame; followed: (B, T, N), whether the last three are known.
+        colour (floors follow the colours, the star is last), shape, size: (B, T, N) classes;
+        centre: (B, T, N, 2);
+        step: (B, T, N, 2), how far the shape at the place moved since the last frame, in patches;
+            first_colour,
+        first_size: (B, T, N) of that shape in the first frame; followed: (B, T, N), whether the
+            last three are known.
     """
     star, some = codes == pocket.STAR_CODE, codes > 0
     index = (codes - 1).clamp(min=0)
@@ -294,7 +312,8 @@ def dense_labels(codes: Tensor, offsets: Tensor, floors: Tensor) -> dict[str, Te
     scale = GRID // side
     rows, columns = np.divmod(np.arange(side * side), side)
     middles = (torch.from_numpy(np.stack([columns, rows], -1)) + 0.5) * scale  # (N, 2) in patches
-    # A scene's shapes differ in shape, so a shape is followed by it: one centre per frame and shape, NaN when not seen.
+    # A scene's shapes differ in shape, so a shape is followed by it: one centre per frame and
+    # shape, NaN when not seen.
     member = F.one_hot(shape, N_SHAPES + 1)[..., None].float()  # (B, T, N, S, 1)
     centres = (member * (offsets + middles)[..., None, :]).sum(2) / member.sum(2)  # (B, T, S, 2)
     steps = torch.cat([torch.full_like(centres[:, :1], math.nan), centres.diff(dim=1)], dim=1)
@@ -347,7 +366,8 @@ def train_tower(
     One head reads the tower's patches, one the pooled cells that the text stack will read.
 
     Returns:
-        One row every 50 steps: step, loss, shares of right colours, shapes and sizes over covered cells, seconds.
+        One row every 50 steps: step, loss, shares of right colours, shapes and sizes over covered
+            cells, seconds.
     """
     inner = model.model
     patch_head = DenseHead(inner.config.vision_config.hidden_size)
@@ -375,7 +395,7 @@ def train_tower(
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        if step % 50 == 49 or step == steps - 1:
+        if (step + 1) % LOG_EVERY == 0 or step == steps - 1:
             seconds = time.perf_counter() - start
             rows.append({"step": step + 1, "loss": loss.item(), **right, "seconds": seconds})
             _report("tower", rows[-1], steps, seconds / (step + 1))
@@ -423,7 +443,8 @@ def tower_features(
 def encode_examples(
     tokenizer: PreTrainedTokenizerFast, questions: list[str], answers: list[str]
 ) -> list[tuple[list[int], int]]:
-    """Token ids of prompt, answer and stop token with the video's placeholders in place, and where the answer starts."""
+    """Token ids of prompt, answer and stop token with the video's placeholders in place, and where
+    the answer starts."""
     prompts: dict[str, list[int]] = {}
     for asked in sorted(set(questions)):
         message = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": asked}]}
@@ -448,23 +469,21 @@ def train_captions(
     warmup: int = 150,
     seed: int = 1,
     dense_weight: float = 0.5,
-    compiled: bool = False,
     checkpoint: Path | None = None,
 ) -> list[dict]:
     """Train projector and text stack on questions and answers; the vision tower stays as it is.
 
-    Loss over the answer and its stop token only, plus ``dense_weight`` times what a ``DenseHead`` misreads at the video
-    positions of the middle layer. Sequences are padded to a multiple of 32.
+    Loss over the answer and its stop token only, plus `dense_weight` times what a `DenseHead`
+    misreads at the video positions of the middle layer. Sequences are padded to a multiple of 32.
 
     Args:
-        compiled: compile the text stack, where a C++ compiler is at hand.
         checkpoint: written every 250 steps; one that is there is gone on from.
 
     Returns:
-        One row every 50 steps: step, loss, dense_loss, share of right next tokens over the answers, seconds.
+        One row every 50 steps: step, loss, dense_loss, share of right next tokens over the answers,
+            seconds.
     """
     inner = model.model
-    stack = torch.compile(inner.language_model) if compiled else inner.language_model
     examples = encode_examples(tokenizer, pool.questions, pool.answers)
     features = tower_features(model, pool.frames)
     torch.manual_seed(seed)
@@ -476,13 +495,13 @@ def train_captions(
     weights = [*trained.parameters(), inner.image_newline]
     optimizer = _optimizer(weights, head, weight_decay=0.05)
     rows: list[dict] = []
+    first_step, before_s = 0, 0.0
     if checkpoint is not None and checkpoint.is_file():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
-        rows = state["rows"]
-    first_step, before_s = (rows[-1]["step"], rows[-1]["seconds"]) if rows else (0, 0.0)
+        rows, first_step, before_s = state["rows"], state["step"], state["seconds"]
     start, logged = time.perf_counter(), []
     for step in range(first_step, steps):
         picked = _picked(step, batch, len(examples), seed)
@@ -506,7 +525,7 @@ def train_captions(
             embeds = torch.cat(
                 [words[:, :first], video, newline, words[:, first + VIDEO_TOKENS :]], dim=1
             )  # (B, S, H)
-            out = stack(inputs_embeds=embeds, use_cache=False).last_hidden_state
+            out = inner.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
             logits = model.lm_head(out[:, :-1][answered[:, 1:]]).float()  # (N, V)
             places = middle[0][:, first : first + VIDEO_TOKENS - 1].unflatten(1, (NUM_FRAMES, -1))
             dense, _ = head.loss(places, labels)
@@ -519,7 +538,7 @@ def train_captions(
         optimizer.step()
         right = (logits.argmax(-1) == wanted).float().mean().item()
         logged.append((text.item(), dense.item(), right))
-        if step % 50 == 49 or step == steps - 1:
+        if (step + 1) % LOG_EVERY == 0 or step == steps - 1:
             spent = time.perf_counter() - start
             means = np.mean(logged, axis=0).tolist()
             rows.append(
@@ -531,12 +550,14 @@ def train_captions(
             )
             _report("captions", rows[-1], steps, spent / (step + 1 - first_step))
             logged = []
-        if checkpoint is not None and step % 250 == 249:
+        if checkpoint is not None and (step + 1) % CHECKPOINT_EVERY == 0:
             state = {
                 "model": model.state_dict(),
                 "head": head.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "rows": rows,
+                "step": step + 1,
+                "seconds": before_s + time.perf_counter() - start,
             }
             replace_atomically(checkpoint, partial(torch.save, state))
     hook.remove()
@@ -544,61 +565,19 @@ def train_captions(
 
 
 def _picked(step: int, batch: int, n_examples: int, seed: int) -> list[int]:
-    """The examples of a step: consecutive ones of the epochs' own orders, so that a resumed run sees the same."""
+    """The examples of a step: consecutive ones of the epochs' own orders, whatever came before."""
     places = range(step * batch, (step + 1) * batch)
     orders = {
-        p // n_examples: np.random.default_rng([seed, p // n_examples]).permutation(n_examples)
-        for p in (places[0], places[-1])
+        epoch: np.random.default_rng([seed, epoch]).permutation(n_examples)
+        for epoch in {place // n_examples for place in places}
     }
     return [int(orders[place // n_examples][place % n_examples]) for place in places]
-
-
-def retrain(
-    out_folder: Path, scenes_per_family: int, tower_steps: int = 900, caption_steps: int = 3000
-) -> None:
-    """Train the pocket target from nothing and write it, with its training record, to `out_folder`.
-
-    What is done is kept in `<out_folder>-work`; a run that was stopped goes on from there.
-    """
-    work = out_folder.with_name(out_folder.name + "-work")
-    work.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    pool = draw_pool("target_training", scenes_per_family)
-    pool_s = time.perf_counter() - start
-    print(f"pool: {len(pool.answers)} scenes in {pool_s:.0f} s", flush=True)
-    tokenizer = train_tokenizer(pool.answers + pool.questions)
-    model = build_model(tokenizer, seed=0)
-    tower_file = work / "tower.pt"
-    if tower_file.is_file():
-        state = torch.load(tower_file, weights_only=True)
-        model.load_state_dict(state["model"])
-        tower = state["rows"]
-    else:
-        tower = train_tower(model, pool, tower_steps)
-        state = {"model": model.state_dict(), "rows": tower}
-        replace_atomically(tower_file, partial(torch.save, state))
-    captions = train_captions(
-        model, tokenizer, pool, caption_steps, checkpoint=work / "captions.pt"
-    )
-    save_target(model, tokenizer, out_folder)
-    record = {
-        "scenes": len(pool.answers),
-        "parameters": sum(weight.numel() for weight in model.parameters()),
-        "tower_steps": tower_steps,
-        "caption_steps": caption_steps,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "pool_s": pool_s,
-        "tower": tower,
-        "captions": captions,
-    }
-    write_json_atomic(out_folder / "training_record.json", record)
 
 
 def save_target(
     model: LlavaOnevisionForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Write the target as a Hugging Face folder with bfloat16 weights, tokenizer, chat template and frame settings."""
+    """Write the target as a Hugging Face folder: bfloat16 weights, tokenizer, frame settings."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = LlavaOnevisionForConditionalGeneration(model.config)
     copy.load_state_dict(model.state_dict())
@@ -618,3 +597,53 @@ def save_target(
             "image_std": [0.5, 0.5, 0.5],
         },
     )
+
+
+def retrain(
+    out_folder: Path, scenes_per_family: int, tower_steps: int = 900, caption_steps: int = 3000
+) -> None:
+    """Train the pocket target from nothing and write it, with its training record, to `out_folder`.
+
+    What is done is kept in `<out_folder>-work` until the target is written; a run that was stopped
+    goes on from there.
+
+    Raises:
+        InputError: that folder holds a run with other settings.
+    """
+    work = out_folder.with_name(out_folder.name + "-work")
+    work.mkdir(parents=True, exist_ok=True)
+    pool = draw_pool("target_training", scenes_per_family)
+    print(f"pool: {len(pool.answers)} scenes", flush=True)
+    tokenizer = train_tokenizer(pool.answers + pool.questions)
+    model = build_model(tokenizer, seed=0)
+    texts = hashlib.sha256("\n".join(pool.questions + pool.answers).encode()).hexdigest()
+    settings = {
+        "scenes": len(pool.answers),
+        "texts_sha256": texts,
+        "parameters": sum(weight.numel() for weight in model.parameters()),
+        "tower_steps": tower_steps,
+        "caption_steps": caption_steps,
+    }
+    settings_file = work / "settings.json"
+    if settings_file.is_file() and read_json(settings_file) != settings:
+        raise InputError(
+            f"{work}: holds a run with other settings; remove the folder to start anew"
+        )
+    write_json_atomic(settings_file, settings)
+    tower_file = work / "tower.pt"
+    if tower_file.is_file():
+        state = torch.load(tower_file, weights_only=True)
+        model.load_state_dict(state["model"])
+        tower = state["rows"]
+    else:
+        tower = train_tower(model, pool, tower_steps)
+        state = {"model": model.state_dict(), "rows": tower}
+        replace_atomically(tower_file, partial(torch.save, state))
+    captions = train_captions(
+        model, tokenizer, pool, caption_steps, checkpoint=work / "captions.pt"
+    )
+    save_target(model, tokenizer, out_folder)
+    facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    record = {**settings, **facts, "tower": tower, "captions": captions}
+    write_json_atomic(out_folder / "training_record.json", record)
+    shutil.rmtree(work)
