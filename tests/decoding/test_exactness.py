@@ -9,7 +9,7 @@ from tests.decoding.scripted import SETTINGS, Bench, Scripted, always_wrong, ora
 from tests.tiny import tiny_drafter, tiny_target
 from vflash_analysis.decoding.methods import build_method
 from vflash_analysis.decoding.methods.base import Proposal
-from vflash_analysis.decoding.tree import accept_walk, ancestor_mask, chain_parents, node_depths
+from vflash_analysis.decoding.tree import accept_walk, ancestor_mask, chain_parents, tree_depths
 from vflash_analysis.errors import InputError
 
 SPECS = ("chain", "tree60", "tree60:spine_first", "chain:rounds=3", "tree60:nodes=7,rounds=2")
@@ -71,7 +71,7 @@ def test_every_block_size(block_size):
     for spec in ("chain", "tree60", "tree60:nodes=5"):
         found = bench.run(spec, 12)
         assert found.token_ids == reference
-        depths = [node_depths(c.draft_parents) for c in found.cycles]
+        depths = [tree_depths(c.draft_token_ids, c.draft_parents) for c in found.cycles]
         assert max(max(d) for d in depths) <= block_size - 1
         if spec == "chain":
             assert all(len(c.draft_token_ids) == block_size - 1 for c in found.cycles)
@@ -181,7 +181,7 @@ def test_case87_each_node_is_scored_as_its_own_path(bench):
     tokens = [7, 8, 9, 10, 9, 11, 12, 7, 13, 14]
     anchor, start = 20, len(bench.input_ids)
     bench.cache.truncate(start)
-    depths = torch.tensor([0, *node_depths(parents)])
+    depths = torch.tensor([0, *tree_depths(tokens, parents)])
     forward = bench.target.forward(
         torch.tensor([anchor, *tokens]), depths + start, bench.cache, ancestor_mask(parents)
     )
@@ -295,7 +295,7 @@ class _Watcher:
         here = position - self._prompt_tokens
         # The target's choice after a node of depth d on the text is text[here + d + 1].
         ahead = [*self._text[here + 1 :], *[-1] * 20]
-        choices = [ahead[d] for d in (0, *node_depths(drafts.parents))]
+        choices = [ahead[d] for d in (0, *tree_depths(drafts.token_ids, drafts.parents))]
         rows, _ = accept_walk(drafts.token_ids, drafts.parents, choices)
         self.accepted.append(len(rows) - 1)
         return Proposal()

@@ -291,7 +291,7 @@ def test_t9_has_every_status_where_it_belongs(known):
 
 
 def test_t9_compares_on_the_papers_target_and_hardware():
-    setup = {"target": "llava-hf/llava-onevision-qwen2-7b-ov-hf", "device": "NVIDIA H100 80GB HBM3"}
+    setup = {"target": "llava-onevision-qwen2-7b-ov-hf", "device": "NVIDIA H100 80GB HBM3"}
     rows = [row | setup for row in two_clips_a_suite()]
     frame = beside_paper_table(records_of(pd.DataFrame(rows)), FEW).frame
     page = frame.loc[frame["source"] == "vflash_fm_page"]
