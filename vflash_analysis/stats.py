@@ -249,7 +249,7 @@ def pairing_band(
         return Interval(_NAN, _NAN, _NAN, 1, ONE_VALUE)
     generator = np.random.default_rng(seed)
     places, means = np.arange(n), np.empty(0)
-    while len(means) < n_samples:  # more than a third of all orders move everything
+    while len(means) < n_samples:  # a third of all orders or more move everything
         order = np.argsort(generator.random((n_samples, n)), axis=1)  # (B, n)
         order = order[(order != places).all(axis=1)]
         means = np.concatenate([means, scores[places, order].mean(axis=1)])

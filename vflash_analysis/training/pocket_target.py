@@ -290,12 +290,11 @@ def dense_labels(codes: Tensor, offsets: Tensor, floors: Tensor) -> dict[str, Te
         floors: (B,).
 
     Returns:
-        colour (floors follow the colours, the star is last), shape, size: (B, T, N) classes;
-        centre: (B, T, N, 2);
-        step: (B, T, N, 2), how far the shape at the place moved since the last frame, in patches;
-            first_colour,
-        first_size: (B, T, N) of that shape in the first frame; followed: (B, T, N), whether the
-            last three are known.
+        colour (floors follow the colours, the star is last), shape, size: (B, T, N) classes.
+        centre: (B, T, N, 2).
+        step: (B, T, N, 2), how far the shape at the place moved since the last frame, in patches.
+        first_colour, first_size: (B, T, N) of that shape in the first frame.
+        followed: (B, T, N), whether the last three are known.
     """
     star, some = codes == pocket.STAR_CODE, codes > 0
     index = (codes - 1).clamp(min=0)
