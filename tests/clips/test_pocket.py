@@ -49,7 +49,7 @@ def test_shapes_stay_in_the_picture(family):
             phase = min(int(time * pocket.N_PHASES), pocket.N_PHASES - 1)
             _, size, visible = shape.look(phase)
             x, y = shape.centre(float(time))
-            margin = pocket.RADII[size] - 0.03  # checked on a coarser grid of times when drawn
+            margin = pocket.RADII[size] - 1e-5
             assert not visible or (margin <= x <= 1 - margin and margin <= y <= 1 - margin)
 
 

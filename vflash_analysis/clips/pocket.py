@@ -42,7 +42,7 @@ COLOURS = {
     "orange": (245, 135, 20),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-RADII = {"small": 0.115, "large": 0.19}  # of the picture's shorter side
+RADII = {"small": 0.125, "large": 0.19}  # of the picture's shorter side
 FLOORS = {
     "dark": (48, 48, 56),
     "grey": (122, 122, 122),
@@ -56,11 +56,12 @@ STEADY_TRAVEL = 0.17  # a phase's share, when a shape keeps moving through the c
 SIZES = (
     (96, 96),
     (112, 96),
-    (128, 96),
     (96, 112),
+    (112, 112),
     (128, 112),
     (144, 128),
 )  # width, height in pixels
+PLACE_BORDERS, PLACE_MARGIN = (1 / 3, 2 / 3), 0.06  # a start is never near a border of two places
 RATES = (8, 10, 12, 15)  # frames a second
 STAR_CENTRE = (0.9, 0.1)
 STAR_CODE = 49
@@ -146,7 +147,8 @@ class Scene:
 def _clear(shapes: tuple[Shape, ...], meet: bool) -> bool:
     """Whether all shapes stay in the picture and, unless they are to meet, apart from each other
     and from the star."""
-    for time in np.linspace(0, 1, 13):
+    just_before = (np.arange(1, N_PHASES + 1) - 1e-6) / N_PHASES  # the old look, at its farthest
+    for time in (*np.linspace(0, 1, 4 * N_PHASES + 1), *just_before):
         phase = min(int(time * N_PHASES), N_PHASES - 1)
         discs = [
             (*shape.centre(time), RADII[shape.look(phase)[1]])
@@ -199,9 +201,9 @@ def draw_scene(rng: np.random.Generator, family: str) -> Scene:
     if family not in FAMILIES:
         raise InputError(f"clip family: found {family!r}, allowed {', '.join(FAMILIES)}")
     counts = {
-        "VDC": (0.1, 0.5, 0.4),
-        "Video-MME": (0, 0.5, 0.5),
-        "MVBench": (0, 0.5, 0.5),
+        "VDC": (0.1, 0.6, 0.3),
+        "Video-MME": (0, 0.65, 0.35),
+        "MVBench": (0, 0.6, 0.4),
         "MLVU": (0.3, 0.7, 0),
         "LVB": (0.25, 0.75, 0),
     }
@@ -227,9 +229,7 @@ def draw_scene(rng: np.random.Generator, family: str) -> Scene:
         if meet:
             drawn = _make_meeting(rng, drawn)
         placed = (tuple(drawn),) if meet else (_placed(rng, drawn) for _ in range(60))
-        by_place = next(
-            (p for p in placed if len({s.place for s in p}) == n and _clear(p, meet)), None
-        )
+        by_place = next((p for p in placed if _places_differ(p) and _clear(p, meet)), None)
         if by_place is None:
             continue
         return Scene(
@@ -240,6 +240,12 @@ def draw_scene(rng: np.random.Generator, family: str) -> Scene:
             meet=meet,
             variant=int(rng.integers(3)),
         )
+
+
+def _places_differ(shapes: tuple[Shape, ...]) -> bool:
+    """Whether no two shapes start in the same place, and each clearly in its own."""
+    off_borders = all(abs(s.x - border) >= PLACE_MARGIN for s in shapes for border in PLACE_BORDERS)
+    return off_borders and len({s.place for s in shapes}) == len(shapes)
 
 
 def _placed(rng: np.random.Generator, shapes: list[Shape]) -> tuple[Shape, ...]:

@@ -44,6 +44,7 @@ VOCABULARY_ROWS = 640
 LOG_EVERY, CHECKPOINT_EVERY = 50, 250  # steps
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
 N_COLOURS, N_SHAPES, N_SIZES, N_FLOORS = 6, 4, 2, 4
+MAX_SHAPES = 3
 # The checkpoint's own chat format, written anew: a role, the video, a line break, the question.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + ' ' }}"
@@ -139,7 +140,10 @@ def draw_pool(split: str, scenes_per_family: int, workers: int = 2) -> Pool:
         for start in range(workers)
     ]
     with multiprocessing.get_context("spawn").Pool(workers) as processes:
-        parts = processes.map(_draw, jobs, chunksize=1)
+        parts = []
+        for part in processes.imap(_draw, jobs):
+            parts.append(part)
+            print(f"pool: {len(parts)} of {len(jobs)} parts drawn", flush=True)
     return join_parts(parts)
 
 
@@ -242,13 +246,13 @@ class DenseHead(nn.Linear):
     """Reads from one hidden state what is at its place: colour, shape, size and the centre, thrown
     away after training.
 
-    With `moving` also the step since the last frame and the first frame's colour and size of the
-    shape.
+    With `moving` also the step since the last frame, the first frame's colour and size of the
+    shape, when it changed, and how many shapes are gone.
     """
 
     def __init__(self, width: int, moving: bool = False) -> None:
         self.parts = [N_COLOURS + N_FLOORS + 1, N_SHAPES + 2, N_SIZES + 1, 2]
-        self.parts += [2, N_COLOURS, N_SIZES] if moving else []
+        self.parts += [2, N_COLOURS, N_SIZES, 3, MAX_SHAPES + 1] if moving else []
         super().__init__(width, sum(self.parts))
 
     def loss(self, hidden: Tensor, labels: dict[str, Tensor]) -> tuple[Tensor, dict[str, float]]:
@@ -268,6 +272,7 @@ class DenseHead(nn.Linear):
                 right[name] = (out.argmax(-1) == labels[name])[covered].float().mean().item()
                 continue
             seen = covered if name == "centre" else covered & labels["followed"]
+            seen = torch.ones_like(covered) if name == "gone" else seen
             if name in ("centre", "step"):
                 off = F.smooth_l1_loss(out[seen], labels[name][seen], beta=0.2)
                 total = total + PRECISION[name] * off
@@ -278,7 +283,17 @@ class DenseHead(nn.Linear):
 
 # A shape moves half a patch between frames: motion is read only once centres are read finely.
 PRECISION = {"centre": 4.0, "step": 8.0}
-_LABELS = ("colour", "shape", "size", "centre", "step", "first_colour", "first_size")
+_LABELS = (
+    "colour",
+    "shape",
+    "size",
+    "centre",
+    "step",
+    "first_colour",
+    "first_size",
+    "change",
+    "gone",
+)
 
 
 def dense_labels(codes: Tensor, offsets: Tensor, floors: Tensor) -> dict[str, Tensor]:
@@ -294,7 +309,10 @@ def dense_labels(codes: Tensor, offsets: Tensor, floors: Tensor) -> dict[str, Te
         centre: (B, T, N, 2).
         step: (B, T, N, 2), how far the shape at the place moved since the last frame, in patches.
         first_colour, first_size: (B, T, N) of that shape in the first frame.
-        followed: (B, T, N), whether the last three are known.
+        change: (B, T, N), whether that shape looks other than in the first frame: 0 no, 1 since
+            the clip's first half, 2 since its second.
+        followed: (B, T, N), whether step, first looks and change are known.
+        gone: (B, T, N), how many of the first frame's shapes are not in this frame.
     """
     star, some = codes == pocket.STAR_CODE, codes > 0
     index = (codes - 1).clamp(min=0)
@@ -320,10 +338,17 @@ def dense_labels(codes: Tensor, offsets: Tensor, floors: Tensor) -> dict[str, Te
     for name, value in (("first_colour", colour), ("first_size", size)):
         of_shape = (member[:, 0, :, :, 0] * value[:, 0, :, None]).amax(1).long()  # (B, S)
         looks[name] = of_shape.gather(1, shape.flatten(1)).view_as(shape)
+    seen = member[..., 0].amax(2).bool()  # (B, T, S)
+    gone = (seen[:, :1] & ~seen).sum(-1)[..., None].expand_as(shape)
+    code = (member[..., 0] * codes[..., None]).amax(2)  # (B, T, S)
+    changed = seen & (code != code[:, :1])
+    late = changed.long().argmax(1, keepdim=True) >= codes.shape[1] / 2  # (B, 1, S)
+    change = torch.where(changed, 1 + late.long(), 0).gather(2, shape.flatten(2)).view_as(shape)
     at_place = shape[..., None].expand(*shape.shape, 2)
     step = steps.gather(2, at_place)  # (B, T, N, 2)
     first_seen = member[:, 0, :, :, 0].amax(1).bool().gather(1, shape.flatten(1)).view_as(shape)
-    return labels | looks | {"step": step, "followed": first_seen & step.isfinite().all(-1)}
+    followed = first_seen & step.isfinite().all(-1)
+    return labels | looks | {"step": step, "followed": followed, "change": change, "gone": gone}
 
 
 def cells(codes: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -357,7 +382,7 @@ def train_tower(
     pool: Pool,
     steps: int,
     batch: int = 192,
-    learning_rate: float = 2e-3,
+    learning_rate: float = 1.5e-3,
     seed: int = 0,
 ) -> list[dict]:
     """Teach the vision tower and the projector what is at each place and where its centre lies.
@@ -599,7 +624,7 @@ def save_target(
 
 
 def retrain(
-    out_folder: Path, scenes_per_family: int, tower_steps: int = 900, caption_steps: int = 3000
+    out_folder: Path, scenes_per_family: int, tower_steps: int = 1500, caption_steps: int = 3000
 ) -> None:
     """Train the pocket target from nothing and write it, with its training record, to `out_folder`.
 
@@ -641,8 +666,11 @@ def retrain(
     captions = train_captions(
         model, tokenizer, pool, caption_steps, checkpoint=work / "captions.pt"
     )
-    save_target(model, tokenizer, out_folder)
+    save_target(model, tokenizer, work / "target")
     facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     record = {**settings, **facts, "tower": tower, "captions": captions}
-    write_json_atomic(out_folder / "training_record.json", record)
+    write_json_atomic(work / "target" / "training_record.json", record)
+    if out_folder.exists():
+        out_folder.rename(work / "before")
+    (work / "target").rename(out_folder)
     shutil.rmtree(work)
