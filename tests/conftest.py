@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -12,6 +13,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # a job started in the background inherits an ignored Ctrl-C; tests of it need the usual one
 signal.signal(signal.SIGINT, signal.default_int_handler)
+settings.register_profile("suite", deadline=None)  # no test is judged by its time
+settings.load_profile("suite")
 
 
 def _has_cuda() -> bool:

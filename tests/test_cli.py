@@ -2,6 +2,7 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -11,7 +12,13 @@ from typer.testing import CliRunner
 from tests.results.synthetic import write_synthetic
 from vflash_analysis import cli, demo, paths, publish, records, runner, stages
 from vflash_analysis.errors import InputError
-from vflash_analysis.results.sources import load_records
+from vflash_analysis.results.objectives import objectives_table
+from vflash_analysis.results.sources import (
+    Bootstrap,
+    drafter_facts,
+    final_drafters,
+    load_records,
+)
 from vflash_analysis.runner import Outcome
 
 
@@ -217,18 +224,42 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
         "build_results",
         lambda n_samples: samples.append(n_samples) or [tmp_path / "F1.png"],
     )
-    written = publish.publish([], 77)
+    written = publish.publish([], [], 77)
     assert samples == [77] and not list(place.glob(".*"))
     assert written[-1] == tmp_path / "F1.png"
     before, after = load_records(synthetic), load_records(place)
     assert len(after.cycles) == len(before.cycles)
     assert after.generations.equals(before.generations)
+    bare = after.anchors["slot_match"].isna()
+    final = after.anchors["drafter_sha256"].isin(
+        final_drafters(drafter_facts(before))["drafter_sha256"]
+    )
+    assert bare.any() and (bare == ~final).all()
+    assert set(after.anchors.loc[bare, "setting"]) <= set(publish.LENGTH_SETTINGS)
+    whole, slim = (objectives_table(r, Bootstrap(n_samples=20)).frame for r in (before, after))
+    lengths = [
+        frame.loc[frame["quantity"].isin(("anchor_accepted_length", "paired_difference"))]
+        for frame in (whole, slim)
+    ]
+    assert len(lengths[0]) and lengths[0]["value"].tolist() == lengths[1]["value"].tolist()
     assert after.cycles["n_accepted"].equals(before.cycles["n_accepted"])
     monkeypatch.setattr(publish, "SIZE_LIMIT", 10)
     with pytest.raises(InputError, match="allowed: 10"):
-        publish.publish([], 77)
+        publish.publish([], [], 77)
     with pytest.raises(InputError, match="publish: environment is not done"):
-        publish.publish(stages.plan("smoke"), 77)
+        publish.publish(stages.plan("smoke"), [], 77)
+
+
+def test_publish_tracks_the_drafters_of_the_first_training_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(publish, "TRACKED_DRAFTERS", tmp_path / "drafters")
+    for text in ("first", "second"):
+        folder = tmp_path / text
+        (folder / "drafter").mkdir(parents=True)
+        (folder / "drafter" / "config.json").write_text(text)
+        shard = SimpleNamespace(folder=folder, parameters={"arm": "mask_only"})
+        place = publish.track_drafter(shard)
+        assert (place / "config.json").read_text() == text
+    assert [path.name for path in (tmp_path / "drafters").iterdir()] == ["mask_only"]
 
 
 def test_publish_keeps_the_tracked_ablation_unless_a_new_one_takes_its_place(
@@ -243,8 +274,6 @@ def test_publish_keeps_the_tracked_ablation_unless_a_new_one_takes_its_place(
         publish.refuse_fewer_drafters(fewer)
     monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path / "nothing")
     publish.refuse_fewer_drafters(fewer)  # nothing tracked yet, nothing to lose
-    with pytest.raises(InputError, match="publish: environment is not done"):
-        call("figures", "--profile", "pocket", "--publish", "--ablation")
 
 
 @pytest.mark.parametrize("command", ["figures", "report", "demo"])

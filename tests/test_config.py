@@ -37,6 +37,9 @@ def test_profiles_state_the_sizes_of_the_protocol():
     assert sizes == {"smoke": (1, 2, 2), "pocket": (3, 12, 20), "h100": (3, 50, 50)}
 
 
+GROUP = {"arms": ["mask_only"], "budgets": [1], "training_clips": [4], "train_seeds": [0]}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -45,7 +48,7 @@ def test_profiles_state_the_sizes_of_the_protocol():
             {"training.objective": "mask_only"},
             "training.objective: set by each drafter's own shard",
         ),
-        ({"training.train_seed": 3}, "allowed: `train_seeds` and `ablation.train_seeds`"),
+        ({"training.train_seed": 3}, "allowed: `train_seeds` and `ablation`"),
         ({"train.steps": 3}, "train.steps: unknown setting, no section train; sections: target"),
         ({"steps": 3}, "steps: unknown setting, allowed: target"),
         ({"name": "other"}, "name: unknown setting, allowed: target"),
@@ -73,12 +76,25 @@ def test_profiles_state_the_sizes_of_the_protocol():
         ({"clips.benchmarks": []}, "clips.benchmarks: found list []"),
         ({"train_seeds": [0, 0]}, "train_seeds: found list [0, 0], allowed: each item once"),
         ({"train_seeds": [-1]}, "train_seeds: found list [-1], allowed: items from 0 up"),
-        ({"ablation.budgets": [0]}, "ablation.budgets: found list [0], allowed: items from 1 up"),
+        (
+            {"ablation": [GROUP | {"budgets": [0]}]},
+            "ablation[0].budgets: found list [0], allowed: items from 1 up",
+        ),
+        ({"ablation": [GROUP, GROUP]}, "allowed: each item once"),
+        (
+            {"ablation": [GROUP | {"arms": ["x"]}]},
+            'ablation[0].arms[0]: found text "x", allowed: one of',
+        ),
+        (
+            {"ablation": [GROUP | {"training_clips": [10**6]}]},
+            "ablation[0].training_clips: found 1000000, allowed: at most",
+        ),
         ({"decode.methods": ["chain"]}, 'decode.methods: found list ["chain"]'),
         ({"drafter.context": 1.5}, "drafter.context: found 1.5, allowed: 0 to 1"),
         ({"drafter.context": "some"}, 'drafter.context: found text "some"'),
         ({"clips.clips_per_suite": 99}, "clips.clips_per_suite: found 99, allowed: at most"),
         ({"training.training_clips": 10**6}, "training.training_clips: found 1000000, allowed: at"),
+        ({"drafter.source": "x", "train_seeds": [0, 1]}, "allowed with drafter.source: one"),
         ([("training.steps", 3)], "overrides: found list"),
     ],
 )
@@ -94,15 +110,18 @@ def test_an_unknown_profile_lists_the_known_ones():
         config.load_profile("nano")
 
 
-@pytest.mark.parametrize(
-    "section", ["target", "clips", "drafter", "training", "decode", "ablation"]
-)
+@pytest.mark.parametrize("section", ["target", "clips", "drafter", "training", "decode"])
 def test_a_missing_setting_is_named_even_where_the_code_has_a_default(section):
     values = strict.read_yaml(paths.PROFILES / "pocket.yaml")
     for key in list(values[section]):
         one_less = json.loads(json.dumps(values))
         del one_less[section][key]
         with pytest.raises(InputError, match=rf"^{section}\.{key}: missing, allowed: "):
+            config.build_profile(one_less)
+    for key in GROUP:
+        one_less = json.loads(json.dumps(values))
+        del one_less["ablation"][1][key]
+        with pytest.raises(InputError, match=rf"^ablation\[1\]\.{key}: missing, allowed: "):
             config.build_profile(one_less)
     one_more = json.loads(json.dumps(values))
     one_more[section]["extra"] = 1
@@ -180,8 +199,8 @@ def test_read_yaml_refuses(tmp_path, text, message):
 def test_arms_share_everything_but_what_they_change():
     base = config.load_profile("pocket").training
     for arm in config.ARMS:
-        settings = config.arm_settings(base, arm, steps=50, train_seed=9)
-        assert (settings.steps, settings.train_seed) == (50, 9)
+        settings = config.arm_settings(base, config.DrafterKey(arm, 9, 50, 7))
+        assert (settings.steps, settings.train_seed, settings.training_clips) == (50, 9, 7)
         changed = {
             f.name
             for f in dataclasses.fields(base)
@@ -191,14 +210,18 @@ def test_arms_share_everything_but_what_they_change():
             "objective",
             "steps",
             "train_seed",
+            "training_clips",
             "revealed_weight",
             "anchors_per_clip",
         }
-    doubled = config.arm_settings(base, "mask_only_2x", 50, 9)
+    doubled = config.arm_settings(base, config.DrafterKey("mask_only_2x", 9, 50, 7))
     assert doubled.anchors_per_clip == 2 * base.anchors_per_clip
-    assert config.arm_settings(base, "self_reveal_rev0", 50, 9).revealed_weight == 0
+    assert (
+        config.arm_settings(base, config.DrafterKey("self_reveal_rev0", 9, 50, 7)).revealed_weight
+        == 0
+    )
     with pytest.raises(InputError, match="arm: found 'x', allowed: self_reveal"):
-        config.arm_settings(base, "x", 50, 9)
+        config.arm_settings(base, config.DrafterKey("x", 9, 50, 7))
 
 
 def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_path, monkeypatch):

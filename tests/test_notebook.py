@@ -131,7 +131,7 @@ def test_results_of_earlier_stages():
         ),
         (
             "drafter",
-            {"arm": "x", "train_seed": 0, "steps": 0},
+            {"arm": "x", "train_seed": 0, "steps": 0, "training_clips": 0},
             "arm: found 'x', allowed: self_reveal",
         ),
     ],
@@ -142,8 +142,8 @@ def test_wrong_parameters_are_refused_by_name(name, own, message):
 
 
 def test_a_drafter_beside_the_plan_can_be_trained_by_hand():
-    own = {"arm": "wrong_reveal", "train_seed": 7, "steps": 0}
-    with pytest.raises(InputError, match="drafter-wrong_reveal-7-4: needs clips"):
+    own = {"arm": "wrong_reveal", "train_seed": 7, "steps": 0, "training_clips": 0}
+    with pytest.raises(InputError, match="drafter-wrong_reveal-7-4-4: needs clips"):
         open_stage("drafter", "smoke", **own)  # the arm is known; only what comes before is missing
 
 

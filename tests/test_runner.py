@@ -550,7 +550,7 @@ def test_an_arm_defined_anew_is_another_run(runs, monkeypatch):
     drafters = {
         name for name in before if name.startswith("drafter") and before[name] != after[name]
     }
-    assert drafters == {"drafter-mask_only-0-4"}
+    assert drafters == {"drafter-mask_only-0-4-4"}
     assert before["decode-VDC-0"] != after["decode-VDC-0"]
 
 
@@ -561,7 +561,7 @@ def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
     assert changed == {"decode", "speedup", "acceptance", "beside_paper"}
     after = ids(stages.plan("smoke", {"training.learning_rate": 0.5}))
     assert before["continuations"] == after["continuations"]
-    assert before["drafter-self_reveal-0-4"] != after["drafter-self_reveal-0-4"]
+    assert before["drafter-self_reveal-0-4-4"] != after["drafter-self_reveal-0-4-4"]
     after = ids(stages.plan("smoke", {"bootstrap_samples": 7}))
     assert before["decode-VDC-0"] == after["decode-VDC-0"] and before["speedup"] != after["speedup"]
     after = ids(stages.plan("smoke", {"decode.max_new_tokens": 7}))

@@ -216,10 +216,10 @@ def figures(
         raise InputError("--publish: allowed with --profile pocket, without --set and --keep-stale")
     samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
     if publish:
+        shards = stages.plan("pocket", all_clips=all_clips)
+        planned = {shard.name for shard in shards}
         whole = stages.plan("pocket", ablation=True, all_clips=all_clips)
-        ablation = ablation or all(shard.done for shard in whole)
-        shards = whole if ablation else stages.plan("pocket", all_clips=all_clips)
-        written = publish_run(shards, samples, ablation)
+        written = publish_run(shards, [s for s in whole if s.name not in planned], samples)
     else:
         found = _records(profile, overrides, ablation, all_clips, keep_stale)
         written = build_results(found, n_samples=samples)

@@ -72,7 +72,7 @@ class ContinuationSettings:
 class DrafterSettings:
     """Shape of the drafter; hidden sizes are copied from the target's text config."""
 
-    source: str | None = None  # a trained drafter's folder, used instead of training one
+    source: str | None = None  # a folder with a trained drafter per arm, used instead of training
     num_hidden_layers: Annotated[int, Bounds(1, 64)] = 4
     block_size: Annotated[int, Bounds(2, 16)] = 16
     num_tapped_layers: Annotated[int, Bounds(1, 64)] = 4
@@ -121,22 +121,18 @@ class DecodeSettings:
     repeats: Annotated[int, Bounds(1)] = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class AblationSettings:
-    """The arms of the objective comparison, each trained at every budget (`--ablation`)."""
+Arm = Literal[
+    "self_reveal", "mask_only", "true_reveal", "wrong_reveal", "self_reveal_rev0", "mask_only_2x"
+]
 
-    arms: tuple[
-        Literal[
-            "self_reveal",
-            "mask_only",
-            "true_reveal",
-            "wrong_reveal",
-            "self_reveal_rev0",
-            "mask_only_2x",
-        ],
-        ...,
-    ]
+
+@dataclass(frozen=True, kw_only=True)
+class AblationGroup:
+    """One question of the objective comparison: each arm at each budget, data size and seed."""
+
+    arms: tuple[Arm, ...]
     budgets: tuple[int, ...]  # training steps, each with its own full schedule
+    training_clips: tuple[int, ...]  # continuations used: few mean many epochs
     train_seeds: tuple[int, ...]
 
 
@@ -151,7 +147,7 @@ class Profile:
     drafter: DrafterSettings
     training: TrainSettings
     decode: DecodeSettings
-    ablation: AblationSettings
+    ablation: tuple[AblationGroup, ...]
     train_seeds: tuple[int, ...]
     objectives: tuple[Objective, ...]
     bootstrap_samples: Annotated[int, Bounds(1, 1_000_000)]
@@ -168,20 +164,54 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def arm_settings(base: TrainSettings, arm: str, steps: int, train_seed: int) -> TrainSettings:
-    """Training settings of one arm at one budget and seed.
+@dataclass(frozen=True, order=True)
+class DrafterKey:
+    """What tells one drafter of a run from another: the drafter stage's own parameters."""
+
+    arm: str
+    train_seed: int
+    steps: int
+    training_clips: int
+
+
+def main_drafters(profile: Profile) -> list[DrafterKey]:
+    """The drafters that decode: every objective and training seed, on every clip of every seed."""
+    training = profile.training
+    return [
+        DrafterKey(arm, seed, training.steps, training.training_clips)
+        for seed in profile.train_seeds
+        for arm in profile.objectives
+    ]
+
+
+def ablation_drafters(profile: Profile) -> list[DrafterKey]:
+    """The drafters that are only compared, cheapest first, so that a stopped run has whole rows."""
+    keys = {
+        DrafterKey(arm, seed, steps, clips)
+        for group in profile.ablation
+        for arm in group.arms
+        for seed in group.train_seeds
+        for steps in group.budgets
+        for clips in group.training_clips
+    }
+    return sorted(keys, key=lambda key: (key.steps, key.training_clips, key.train_seed, key.arm))
+
+
+def arm_settings(base: TrainSettings, key: DrafterKey) -> TrainSettings:
+    """Training settings of one drafter.
 
     Raises:
-        InputError: `arm` is none of `ARMS`.
+        InputError: `key.arm` is none of `ARMS`.
     """
-    if arm not in ARMS:
-        raise InputError(f"arm: found {arm!r}, allowed: {', '.join(ARMS)}")
-    changes = dict(ARMS[arm])
+    if key.arm not in ARMS:
+        raise InputError(f"arm: found {key.arm!r}, allowed: {', '.join(ARMS)}")
+    changes = dict(ARMS[key.arm])
     factor = changes.pop("anchors_factor", 1)
     return dataclasses.replace(
         base,
-        steps=steps,
-        train_seed=train_seed,
+        steps=key.steps,
+        train_seed=key.train_seed,
+        training_clips=key.training_clips,
         anchors_per_clip=base.anchors_per_clip * factor,
         **changes,
     )
@@ -189,8 +219,8 @@ def arm_settings(base: TrainSettings, arm: str, steps: int, train_seed: int) -> 
 
 # Training settings that each drafter's shard sets for itself, and where a profile chooses them.
 PER_DRAFTER = {
-    "objective": "`objectives` and `ablation.arms`",
-    "train_seed": "`train_seeds` and `ablation.train_seeds`",
+    "objective": "`objectives` and `ablation`",
+    "train_seed": "`train_seeds` and `ablation`",
 }
 
 
@@ -259,18 +289,30 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
             f"clips.clips_per_suite: found {clips.clips_per_suite}, allowed: at most "
             f"clips.clips_per_suite_all ({clips.clips_per_suite_all})"
         )
-    if training.training_clips > clips.training_clips:
+    used = [("training.training_clips", training.training_clips)]
+    for i, group in enumerate(profile.ablation):
+        used.append((f"ablation[{i}].training_clips", max(group.training_clips)))
+    for label, number in used:
+        if number > clips.training_clips:
+            raise InputError(
+                f"{label}: found {number}, allowed: at most clips.training_clips "
+                f"({clips.training_clips})"
+            )
+    if drafter.source is not None and len(profile.train_seeds) > 1:
         raise InputError(
-            f"training.training_clips: found {training.training_clips}, allowed: at most "
-            f"clips.training_clips ({clips.training_clips})"
+            f"train_seeds: found {shown(profile.train_seeds)}, allowed with drafter.source: one, as "
+            "it holds one drafter per arm"
         )
     if isinstance(drafter.context, float) and not 0 <= drafter.context <= 1:
         raise InputError(f"drafter.context: found {drafter.context}, allowed: 0 to 1")
     for label, numbers, low in (
         ("clips.sample_seeds", clips.sample_seeds, 0),
         ("train_seeds", profile.train_seeds, 0),
-        ("ablation.train_seeds", profile.ablation.train_seeds, 0),
-        ("ablation.budgets", profile.ablation.budgets, 1),
+        *(
+            (f"ablation[{i}].{name}", getattr(group, name), low)
+            for i, group in enumerate(profile.ablation)
+            for name, low in (("train_seeds", 0), ("budgets", 1), ("training_clips", 1))
+        ),
     ):
         if min(numbers) < low:
             raise InputError(f"{label}: found {shown(numbers)}, allowed: items from {low} up")

@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import config, environment, identity, paths, records, stages
-from vflash_analysis.config import Profile
+from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import FolderLock
 from vflash_analysis.stages import STAGES, Shard
@@ -68,6 +68,11 @@ class OpenStage:
             f"{self.shard.name} ({self.settings.name}): {state}\n"
             f"  results in {paths.relative_to_root(self.folder)}\n  reads {origin or 'no earlier stage'}"
         )
+
+    @property
+    def drafter_key(self) -> DrafterKey:
+        """Which drafter a drafter stage trains, the profile's numbers filled in."""
+        return DrafterKey(**{name: self.shard.parameters[name] for name in STAGES["drafter"].takes})
 
     def inputs(self, stage: str) -> dict[str, Path]:
         """The folders of an earlier stage's results, by shard name."""
@@ -206,7 +211,7 @@ def open_stage(
         name: a stage of `stages.STAGES`.
         profile: a profile in `data/profiles`.
         overrides: dotted setting to value.
-        own: the stage's own parameters; `steps=0` means the profile's.
+        own: the stage's own parameters; `steps` and `training_clips` of 0 mean the profile's.
 
     Raises:
         InputError: a bad setting or parameter, an earlier stage that has not run, or a folder in
@@ -218,14 +223,15 @@ def open_stage(
     settings = config.load_profile(profile, overrides)
     if sorted(own) != sorted(stage.takes):
         raise InputError(f"{name}: found parameters {sorted(own)}, allowed: {sorted(stage.takes)}")
-    if own.get("steps") == 0:
-        own["steps"] = settings.training.steps
+    for key in ("steps", "training_clips"):
+        if own.get(key) == 0:
+            own[key] = getattr(settings.training, key)
     shards = stages.plan(
         profile,
         overrides,
         ablation=bool(own.get("ablation", False)),
         keep_stale=os.environ.get(STALE_VARIABLE) == "1",
-        more_drafters=[(own["arm"], own["train_seed"], own["steps"])] if name == "drafter" else [],
+        more_drafters=[DrafterKey(**own)] if name == "drafter" else [],
     )
     wanted = stages.shard_name(name, {key: own[key] for key in stage.takes})
     by_name = {shard.name: shard for shard in shards}

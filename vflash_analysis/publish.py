@@ -1,7 +1,8 @@
 """Copy a finished pocket run to the tracked places: `make publish`.
 
-The records of the run replace those in `data/records/pocket`, and `figures/pocket` is redrawn from
-those files, so that `make figures` gives the same bytes on any machine without torch.
+The records of the run replace those in `data/records/pocket`, its first training seed's drafters
+those in `data/pocket/drafters`, and `figures/pocket` is redrawn from the tracked records, so that
+`make figures` gives the same bytes on any machine without torch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ from vflash_analysis import paths, records
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS
 from vflash_analysis.results.report import build_results
-from vflash_analysis.results.sources import TABLES, load_records
+from vflash_analysis.results.sources import (
+    TABLES,
+    Records,
+    drafter_facts,
+    final_drafters,
+    load_records,
+)
 from vflash_analysis.stages import Shard
 
 SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 # Bulky columns that only single cycles are shown from: kept for the first clip of each benchmark.
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
+
+TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
+LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 
 
 def record_folders(shards: Sequence[Shard]) -> list[Path]:
@@ -51,8 +61,22 @@ def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
     return cycles.assign(**bare)
 
 
+def slim_anchors(found: Records) -> pd.DataFrame:
+    """The anchors that tables and figures need.
+
+    Slot by slot and with every question for the drafters of each arm's largest data size and
+    budget (F4, the gates); for the others the accepted length, in one and in two rounds (T3).
+    """
+    final = set(final_drafters(drafter_facts(found))["drafter_sha256"])
+    anchors = found.anchors
+    whole = anchors["drafter_sha256"].isin(final)
+    kept = anchors.loc[whole | anchors["setting"].isin(LENGTH_SETTINGS)]
+    matches = kept["slot_match"].where(whole.loc[kept.index], None).astype(object)
+    return kept.assign(slot_match=matches)
+
+
 def refuse_fewer_drafters(anchors: pd.DataFrame) -> None:
-    """Refuse to replace the tracked ablation (table T3) by the few drafters that decode.
+    """Refuse to replace the tracked ablation (table T3) by one of fewer drafters.
 
     Args:
         anchors: those that would be tracked from now on.
@@ -68,34 +92,49 @@ def refuse_fewer_drafters(anchors: pd.DataFrame) -> None:
     if found < tracked:
         raise InputError(
             f"publish: found anchors of {found} drafters, allowed: {tracked} or more, as tracked for "
-            "T3; finish vflash run --ablation, then publish with --ablation"
+            "T3; vflash run --profile pocket --ablation trains them"
         )
 
 
-def publish(shards: Sequence[Shard], n_samples: int, ablation: bool = False) -> list[Path]:
+def track_drafter(shard: Shard) -> Path:
+    """Copy a shard's drafter beside the tracked target, in its arm's folder."""
+    place = TRACKED_DRAFTERS / str(shard.parameters["arm"])
+    draft, old = (place.with_name(f".{place.name}.{word}") for word in ("new", "old"))
+    for left_over in (draft, old):
+        shutil.rmtree(left_over, ignore_errors=True)
+    shutil.copytree(shard.folder / "drafter", draft)
+    if place.exists():
+        place.rename(old)
+    draft.rename(place)
+    shutil.rmtree(old, ignore_errors=True)
+    return place
+
+
+def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) -> list[Path]:
     """Replace the tracked records by a finished run's and redraw the tracked figures.
 
     Args:
         shards: a plan whose every shard is done.
+        compared: the ablation's drafters; those that are done are taken.
         n_samples: bootstrap resamples of the figures, the profile's.
-        ablation: whether the plan holds the ablation's drafters.
 
     Returns:
         The files written.
 
     Raises:
-        InputError: a shard is not done, the records are too large to track, or they would drop the
-            tracked ablation.
+        InputError: a shard is not done, the records are too large to track, or they would drop
+            tracked drafters.
     """
     for shard in shards:
         reason = shard.why_not_done()
         if reason:
             raise InputError(f"publish: {shard.name} is not done: {reason}")
-    found = load_records(record_folders(shards))
+    found = load_records(record_folders([*shards, *compared]))
     frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
-    if not ablation:
-        refuse_fewer_drafters(frames[ANCHORS.name])
+    refuse_fewer_drafters(frames[ANCHORS.name])
     frames["cycles"] = slim(frames["generations"], frames["cycles"])
+    frames[ANCHORS.name] = slim_anchors(found)
+    seed = min((s.parameters["train_seed"] for s in shards if s.stage == "drafter"), default=0)
     drafts = paths.RUNS / ".publish"
     written = []
     for schema in TABLES:
@@ -110,4 +149,7 @@ def publish(shards: Sequence[Shard], n_samples: int, ablation: bool = False) -> 
         draft = drafts / target.name
         records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
+    for shard in shards:
+        if shard.stage == "drafter" and shard.parameters["train_seed"] == seed:
+            written.append(track_drafter(shard))
     return [*written, *build_results(n_samples=n_samples)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis import config, environment, identity, paths, records
-from vflash_analysis.config import Profile
+from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
 
 
@@ -108,7 +108,7 @@ STAGES = {
                 "training.parquet",
                 "anchors.parquet",
             ),
-            takes=("arm", "train_seed", "steps"),
+            takes=("arm", "train_seed", "steps", "training_clips"),
         ),
         Stage(
             "decode",
@@ -195,15 +195,6 @@ class Shard:
         return row | {"dependencies": list(self.dependencies), "done": self.done}
 
 
-DrafterKey = tuple[str, int, int]  # arm, train_seed, steps
-
-
-def main_drafters(profile: Profile) -> list[DrafterKey]:
-    """The drafters that decode: every objective and training seed, on every clip of every seed."""
-    steps = profile.training.steps
-    return [(arm, seed, steps) for seed in profile.train_seeds for arm in profile.objectives]
-
-
 def _shard_parameters(
     profile: Profile, ablation: bool, more_drafters: Sequence[DrafterKey]
 ) -> list[tuple[str, dict[str, Any]]]:
@@ -211,17 +202,11 @@ def _shard_parameters(
     shards: list[tuple[str, dict[str, Any]]] = [
         (name, {}) for name in ("environment", "clips", "target", "continuations")
     ]
-    drafters = main_drafters(profile)
-    if ablation:
-        drafters += [
-            (arm, seed, budget)
-            for budget in profile.ablation.budgets
-            for seed in profile.ablation.train_seeds
-            for arm in profile.ablation.arms
-        ]
-    for arm, seed, budget in dict.fromkeys([*drafters, *more_drafters]):
-        config.arm_settings(profile.training, arm, budget, seed)  # refuses an unknown arm
-        shards.append(("drafter", {"arm": arm, "train_seed": seed, "steps": budget}))
+    drafters = config.main_drafters(profile)
+    compared = config.ablation_drafters(profile) if ablation else []
+    for key in dict.fromkeys([*drafters, *compared, *more_drafters]):
+        config.arm_settings(profile.training, key)  # refuses an unknown arm
+        shards.append(("drafter", dataclasses.asdict(key)))
     for sample_seed in profile.clips.sample_seeds:
         for benchmark in profile.clips.benchmarks:
             shards.append(("decode", {"benchmark": benchmark, "sample_seed": sample_seed}))
@@ -240,8 +225,7 @@ def _needed(profile: Profile, stage: Stage, shards: list[Shard]) -> list[Shard]:
     if stage.name not in ("decode", "acceptance"):
         return needed
     wanted = {  # the drafters that decode, not those of the ablation
-        shard_name("drafter", {"arm": arm, "train_seed": seed, "steps": steps})
-        for arm, seed, steps in main_drafters(profile)
+        shard_name("drafter", dataclasses.asdict(key)) for key in config.main_drafters(profile)
     }
     return [s for s in needed if s.stage != "drafter" or s.name in wanted]
 
@@ -259,9 +243,11 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
         for part in name.split("."):
             value = value[part]
         chosen[name] = value
+    if stage.name == "continuations":
+        chosen["trains"] = profile.drafter.source is None
     if stage.name == "drafter":
         chosen["drafter"].pop("source")
-        trained = config.arm_settings(profile.training, own["arm"], own["steps"], own["train_seed"])
+        trained = config.arm_settings(profile.training, DrafterKey(**own))
         chosen["training"] = config.to_json(trained)
     return chosen
 

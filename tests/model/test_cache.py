@@ -46,7 +46,7 @@ operation = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(operation, max_size=14))
 def test_any_sequence_of_operations_equals_a_list(operations):
     cache, model, fresh = new_cache(), [], iter(range(10_000))

@@ -391,7 +391,7 @@ def test_context_rows_by_setting():
     assert context_rows(is_video, 1).tolist() == list(range(7))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.booleans(), min_size=1, max_size=60), st.floats(0, 1))
 def test_a_fraction_keeps_all_text_and_that_share_of_video(flags, fraction):
     is_video = torch.tensor(flags)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vflash_analysis.config import DrafterKey
 from vflash_analysis.errors import InputError
 from vflash_analysis.training import launch
 
@@ -30,11 +31,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_arguments_reach_the_training(calls: list[tuple[Any, ...]]) -> None:
     more = ["--profile", "smoke", "--arm", "mask_only", "--train-seed", "3"]
     assert launch.main([*FOLDERS, *more, "--set", "training.steps=7"]) == 0
-    target, settings, arm, seed, steps, *folders = calls[0]
-    assert (target, settings.name, arm, seed, steps) == ("target at t", "smoke", "mask_only", 3, 7)
+    target, settings, key, *folders = calls[0]
+    assert (target, settings.name) == ("target at t", "smoke")
+    assert key == DrafterKey("mask_only", 3, 7, settings.training.training_clips)
     assert folders == [Path("c"), Path("k"), Path("o")]
-    assert launch.main([*FOLDERS, *more, "--steps", "5"]) == 0
-    assert calls[1][4] == 5
+    assert launch.main([*FOLDERS, *more, "--steps", "5", "--training-clips", "2"]) == 0
+    assert calls[1][2] == DrafterKey("mask_only", 3, 5, 2)
 
 
 @pytest.mark.parametrize(

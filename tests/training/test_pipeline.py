@@ -2,8 +2,11 @@
 
 import dataclasses
 
+from tests.tiny import tiny_drafter, tiny_target
 from vflash_analysis import config
 from vflash_analysis.clips.lists import Clip, write_clip_list
+from vflash_analysis.model.drafter import drafter_sha256
+from vflash_analysis.records import CONTINUATIONS, TRAINING, read_records
 from vflash_analysis.training import pipeline
 
 
@@ -23,3 +26,35 @@ def test_anchor_clips_come_from_every_suite_and_a_shared_video_once(tmp_path):
     assert [(clip.benchmark, clip.clip_id) for clip in found] == [
         ("VDC", "z"), ("MLVU", "a"), ("VDC", "y"), ("MLVU", "b"), ("LVB", "d"),
     ]  # fmt: skip
+
+
+def test_a_given_drafter_is_taken_by_its_arm_and_needs_no_training_texts(tmp_path, monkeypatch):
+    monkeypatch.setattr(config.paths, "ROOT", tmp_path)
+    target = tiny_target(0, num_layers=3)
+    profile = config.load_profile("smoke")
+    profile = dataclasses.replace(
+        profile,
+        drafter=dataclasses.replace(profile.drafter, source="given"),
+        training=dataclasses.replace(profile.training, anchor_clips=1),
+    )
+    drafters = {arm: tiny_drafter(target, seed, 1) for seed, arm in enumerate(config.ARMS)}
+    for arm, drafter in drafters.items():
+        drafter.save_pretrained(tmp_path / "given" / arm)
+    for arm in ("mask_only", "self_reveal"):
+        key = config.DrafterKey(arm, 0, 4, 4)
+        folder = pipeline.train_drafter(target, profile, key, tmp_path, tmp_path, tmp_path / arm)
+        assert drafter_sha256(folder) == drafter_sha256(tmp_path / "given" / arm)
+        assert read_records(tmp_path / arm / "training.parquet", TRAINING).empty
+    assert drafter_sha256(tmp_path / "mask_only" / "drafter") != drafter_sha256(folder)
+
+    def collect(target, clips, reader, *, out_folder, **_):
+        asked.append(out_folder.name)
+
+    asked: list[str] = []
+    monkeypatch.setattr(pipeline, "collect_continuations", collect)
+    monkeypatch.setattr(pipeline, "clips_of", lambda *_: [])
+    pipeline.collect_lists(target, profile, tmp_path, tmp_path / "texts")
+    assert asked == ["suites"]
+    for name in ("training", "validation"):
+        path = tmp_path / "texts" / name / "continuations.parquet"
+        assert read_records(path, CONTINUATIONS).empty

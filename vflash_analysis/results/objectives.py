@@ -209,6 +209,9 @@ def _variant_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
         cell = setting_text(clips=clips, steps=steps, split=split if many_splits else None)
         row = partial(origin.row, objective=str(arm), setting=f"{cell};{asked}")
         if "revealed" in asked:
+            own = own.loc[own["slot_match"].notna()]  # tracked slot by slot for some drafters only
+            if own.empty:
+                continue
             parts = metrics.masked_slot_accuracy_parts(own)
             n = int(parts["p1"].sum())
             rows.append(row("masked_slot_accuracy", boot.seeds_and_videos(parts), "share", n))

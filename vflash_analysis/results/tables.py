@@ -16,7 +16,7 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import Combine, grouped, ratio, ratio_of_ratios
-from vflash_analysis.records import BENCHMARKS
+from vflash_analysis.records import BENCHMARKS, COMPARISON_METHODS
 from vflash_analysis.results import published
 from vflash_analysis.results.sources import (
     DEFAULT_BOOTSTRAP,
@@ -236,7 +236,8 @@ def accepted_length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP)
     rows: list[Row] = []
     for group in decode_groups(records):
         origin = group.origin(item, records)
-        for method, arm, own in drafted(group, records, VFLASH_METHODS, None):
+        drafting = set(group.rows["method"]) - {"ar", *COMPARISON_METHODS}
+        for method, arm, own in drafted(group, records, sorted(drafting), None):
             cycles = _cycles_of(group, own)
             wanted = [
                 ("accepted_length", "tokens", metrics.accepted_length_parts(own)),

@@ -79,6 +79,7 @@ class AnchorSetting:
 
 DEPLOYED = (AnchorSetting(),)
 REVEALED = tuple(AnchorSetting(revealed=n) for n in (4, 8, 12))
+TWO_ROUNDS = (AnchorSetting(rounds=2),)
 DIFFICULTY = (AnchorSetting(context="zeroed"), AnchorSetting(context="shuffled"))
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from vflash_analysis.config import load_profile
+from vflash_analysis.config import DrafterKey, load_profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.strict import parse_override
 from vflash_analysis.training import pipeline
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arm", default="self_reveal")
     parser.add_argument("--train-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the profile's")
+    parser.add_argument("--training-clips", type=int, help="default: the profile's")
     for name in ("target", "clips", "continuations"):
         parser.add_argument(
             f"--{name}", type=Path, required=True, help="folder of that stage's run"
@@ -46,17 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         settings = load_profile(asked.profile, dict(map(parse_override, asked.overrides)))
-        target = pipeline.open_target(settings, asked.target)
-        pipeline.train_drafter(
-            target,
-            settings,
+        training = settings.training
+        key = DrafterKey(
             asked.arm,
             asked.train_seed,
-            asked.steps or settings.training.steps,
-            asked.clips,
-            asked.continuations,
-            asked.out,
+            asked.steps or training.steps,
+            asked.training_clips or training.training_clips,
         )
+        target = pipeline.open_target(settings, asked.target)
+        folders = (asked.clips, asked.continuations, asked.out)
+        pipeline.train_drafter(target, settings, key, *folders)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 target = open_target(settings, stage.input("target"))
 collect_lists(target, settings, clips_folder, out_folder)
-train_drafter(target, settings, arm, train_seed, steps, ...)
+train_drafter(target, settings, key, ...)
 score_drafter(target, settings, continuations_folder, out_folder)
 """
 
@@ -21,7 +21,7 @@ from vflash_analysis import config
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import all_suite_clips, open_reader, read_list
-from vflash_analysis.config import TINY_TARGET, Profile
+from vflash_analysis.config import TINY_TARGET, DrafterKey, Profile
 from vflash_analysis.model.drafter import (
     drafter_config,
     drafter_sha256,
@@ -44,6 +44,7 @@ from vflash_analysis.training.evaluate import (
     DEPLOYED,
     DIFFICULTY,
     REVEALED,
+    TWO_ROUNDS,
     drafter_facts,
     evaluate_anchors,
 )
@@ -115,9 +116,16 @@ def clips_of(settings: Profile, clips_folder: Path, name: str) -> list[Clip]:
 
 
 def collect_lists(target: Target, settings: Profile, clips_folder: Path, out_folder: Path) -> None:
-    """The target's greedy text for every clip of LISTS, each list in its own folder; resumes."""
+    """The target's greedy text for every clip of LISTS, each list in its own folder; resumes.
+
+    A profile that gives its drafters trains none: its training and validation lists stay empty.
+    """
+    trains = settings.drafter.source is None
     with open_reader(settings.clips) as reader:
         for name in LISTS:
+            if not trains and name != "suites":
+                write_records(out_folder / name / "continuations.parquet", [], CONTINUATIONS)
+                continue
             print(f"{name}:", flush=True)
             collect_continuations(
                 target,
@@ -181,21 +189,18 @@ def continuations(
 def train_drafter(
     target: Target,
     settings: Profile,
-    arm: str,
-    train_seed: int,
-    steps: int,
+    key: DrafterKey,
     clips_folder: Path,
     continuations_folder: Path,
     out_folder: Path,
 ) -> Path:
-    """Train one drafter into `<out_folder>/drafter`, or take the one the profile gives; resumes.
+    """Train one drafter into `<out_folder>/drafter`, or take the arm's one from `drafter.source`; resumes.
 
     Args:
         target: the frozen target.
         settings: the profile.
-        arm: a row of `config.ARMS`.
-        train_seed: of initial weights, clip order and anchors.
-        steps: training steps, with their own full schedule.
+        key: arm, seed (of initial weights, clip order and anchors), steps (with their own full
+            schedule) and number of training clips.
         clips_folder: results of the clips stage.
         continuations_folder: results of the continuations stage.
         out_folder: this stage's folder.
@@ -204,7 +209,7 @@ def train_drafter(
         The drafter's folder.
     """
     if settings.drafter.source:
-        given = config.paths.ROOT / settings.drafter.source
+        given = config.paths.ROOT / settings.drafter.source / key.arm
         load_drafter(given, target)  # refuses another target's drafter before it is copied
         shutil.copytree(given, out_folder / "drafter", dirs_exist_ok=True)
         write_records(out_folder / "training.parquet", [], TRAINING)
@@ -222,10 +227,10 @@ def train_drafter(
         continuations(target, settings, clips_folder, continuations_folder, "validation") as held,
     ):
         result = train(
-            new_drafter(shape, seed=train_seed, device=target.device),
+            new_drafter(shape, seed=key.train_seed, device=target.device),
             target_pieces(target),
             data,
-            config.arm_settings(settings.training, arm, steps, train_seed),
+            config.arm_settings(settings.training, key),
             out_folder,
             validation=held,
             mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no",
@@ -250,7 +255,7 @@ def score_drafter(
             target_pieces(target),
             data,
             facts,
-            settings=[*DEPLOYED, *REVEALED, *DIFFICULTY],
+            settings=[*DEPLOYED, *REVEALED, *TWO_ROUNDS, *DIFFICULTY],
         )
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)
     return out_folder / "anchors.parquet"

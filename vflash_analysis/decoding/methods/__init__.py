@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis.config import DecodeSettings
-from vflash_analysis.decoding.methods import ar, block
+from vflash_analysis.decoding.methods import ar, block, lookup
 from vflash_analysis.decoding.methods.base import Entry, Method, Prompt, Proposal
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
@@ -21,7 +21,7 @@ __all__ = [
     "METHODS", "Entry", "Method", "Prompt", "Proposal", "build_method", "drafter_type", "parse_method",
 ]  # fmt: skip
 
-METHODS: dict[str, Entry] = {**ar.ENTRIES, **block.ENTRIES}
+METHODS: dict[str, Entry] = {**ar.ENTRIES, **block.ENTRIES, **lookup.ENTRIES}
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, str]]:
