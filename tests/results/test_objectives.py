@@ -76,6 +76,20 @@ def test_t3_differences_are_paired_by_seed_and_anchor(known):
     assert t["high"] - t["value"] == pytest.approx(12.706 * 0.25, rel=1e-3)
 
 
+def test_t3_says_where_an_arm_has_reached_its_plateau():
+    rows = []
+    for arm, lengths in {"mask_only": (4, 6, 6), "self_reveal": (4, 6, 9)}.items():
+        for steps, length in zip((100, 200, 400), lengths, strict=True):
+            own = known_anchors().iloc[:1].assign(n_accepted=length - 1)
+            columns = drafter_columns(arm, 1, steps, 100)
+            rows.append(own.assign(**{name: [value] for name, value in columns.items()}))
+    frame = objectives_table(anchors_only(pd.concat(rows)), FEW).frame
+    row = pick(frame, quantity="plateau", objective="mask_only", setting="clips=100")
+    assert (row["value"], row["n"]) == (6, 3)
+    row = pick(frame, quantity="plateau", objective="self_reveal")
+    assert np.isnan(row["value"]) and row["status"] == "missing"
+
+
 def test_a_seed_that_one_arm_lacks_is_in_no_difference():
     frame = known_anchors()
     extra = frame.loc[(frame["objective"] == "self_reveal") & (frame["train_seed"] == 1)]

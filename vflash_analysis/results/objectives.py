@@ -7,6 +7,7 @@ differences stands a t interval over the seeds' own differences, and every seed'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -150,6 +151,24 @@ def _anchor_cells(
         yield setting_text(clips=clips, steps=steps, split=split if many_splits else None), parts
 
 
+def _plateau_rows(origin: Origin, lengths: list[Row]) -> list[Row]:
+    """The level of each arm's curve over budgets (`metrics.plateau`); missing while it rises."""
+    curves: dict[tuple[str, str], dict[int, float]] = {}
+    for row in lengths:
+        keys = parse_setting(row["setting"])
+        if row["quantity"] == "anchor_accepted_length" and not {"seed", "minus"} & set(keys):
+            steps = int(keys.pop("steps"))
+            curves.setdefault((row["objective"], setting_text(**keys)), {})[steps] = row["value"]
+    rows = []
+    for (arm, setting), by_steps in curves.items():
+        if len(by_steps) > 1:
+            level = metrics.plateau([by_steps[steps] for steps in sorted(by_steps)])
+            value = math.nan if level is None else level
+            n = len(by_steps)
+            rows.append(origin.row("plateau", value, "tokens", n, objective=arm, setting=setting))
+    return rows
+
+
 def _decoded_cells(
     group: DecodeGroup, facts: pd.DataFrame
 ) -> Iterator[tuple[str, dict[str, pd.DataFrame]]]:
@@ -230,6 +249,7 @@ def objectives_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
     if not records.anchors.empty:
         for setting, by_arm in _anchor_cells(anchors_with_arms(records)):
             rows += _cell_rows(origin, "anchor_accepted_length", by_arm, boot, setting)
+        rows += _plateau_rows(origin, rows)
         rows += _variant_rows(item, records, boot)
     for group in decode_groups(records):
         origin = group.origin(item, records)
@@ -247,7 +267,8 @@ def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> T
         "fixed AR texts (n: anchors over all training seeds), then of the decoded chain (n: "
         "decodes). Differences are self reveal minus the named arm on the same anchors, seeds "
         f"and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
-        "seed-paired means (n: seeds). Decoded on the device named in the row; anchor values do "
+        "seed-paired means (n: seeds). Plateau: mean of the last two budgets, where the last "
+        "doubling gained at most 2 %, else missing (n: budgets). Decoded on the device named in the row; anchor values do "
         "not depend on one."
     )
     return Table(item, "T3 Training objectives against compute", caption, frame, _sections(frame))
@@ -259,7 +280,7 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     pooled = pooled.assign(minus=[parse_setting(t).get("minus", "") for t in pooled["setting"]])
     pooled["cell"] = [t.split(";minus=")[0] for t in pooled["setting"]]
     sections = []
-    quantities = ("anchor_accepted_length", "accepted_length", "masked_slot_accuracy",
+    quantities = ("anchor_accepted_length", "plateau", "accepted_length", "masked_slot_accuracy",
                   "wrong_corrected", "right_kept", "forward_equivalents", "train_s")  # fmt: skip
     for quantity in quantities:
         own = pooled.loc[pooled["quantity"] == quantity]

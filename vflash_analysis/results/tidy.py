@@ -69,6 +69,7 @@ LABELS: Mapping[str, str] = {
     "accepted_length_per_clip": "τ, mean of clips",
     "accepted_drafts": "accepted drafts per cycle",
     "anchor_accepted_length": "accepted length at every anchor",
+    "plateau": "plateau of the accepted length at anchors",
     "masked_slot_accuracy": "accuracy of masked slots",
     "wrong_corrected": "wrong reveals corrected",
     "right_kept": "right reveals kept",
