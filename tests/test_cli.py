@@ -224,9 +224,11 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
         "build_results",
         lambda n_samples: samples.append(n_samples) or [tmp_path / "F1.png"],
     )
+    monkeypatch.setattr(publish, "read_tidy_csv", lambda path: path)
+    monkeypatch.setattr(publish, "write_claims", lambda readme, frame: readme)
     written = publish.publish([], [], 77)
     assert samples == [77] and not list(place.glob(".*"))
-    assert written[-1] == tmp_path / "F1.png"
+    assert written[-2:] == [tmp_path / "F1.png", paths.ROOT / "README.md"]
     before, after = load_records(synthetic), load_records(place)
     assert len(after.cycles) == len(before.cycles)
     assert after.generations.equals(before.generations)

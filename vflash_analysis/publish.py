@@ -1,8 +1,8 @@
 """Copy a finished pocket run to the tracked places: `make publish`.
 
 The records of the run replace those in `data/records/pocket`, its first training seed's drafters
-those in `data/pocket/drafters`, and `figures/pocket` is redrawn from the tracked records, so that
-`make figures` gives the same bytes on any machine without torch.
+those in `data/pocket/drafters`, and `figures/pocket` and README's claims are made anew from the
+tracked records, so that `make figures` gives the same bytes on any machine without torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pandas as pd
 from vflash_analysis import paths, records
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS
+from vflash_analysis.results.claims import write_claims
 from vflash_analysis.results.report import build_results
 from vflash_analysis.results.sources import (
     TABLES,
@@ -25,6 +26,7 @@ from vflash_analysis.results.sources import (
     final_drafters,
     load_records,
 )
+from vflash_analysis.results.tidy import read_tidy_csv
 from vflash_analysis.stages import Shard
 
 SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
@@ -152,4 +154,6 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
     for shard in shards:
         if shard.stage == "drafter" and shard.parameters["train_seed"] == seed:
             written.append(track_drafter(shard))
-    return [*written, *build_results(n_samples=n_samples)]
+    written += build_results(n_samples=n_samples)
+    speedups = read_tidy_csv(paths.FIGURES / "pocket" / "T1_speedup.csv")
+    return [*written, write_claims(paths.ROOT / "README.md", speedups)]

@@ -1,0 +1,57 @@
+"""README's claims are the tracked table's numbers, and nothing else of the page is touched."""
+
+import pandas as pd
+import pytest
+
+from tests.results.synthetic import records_of
+from tests.results.test_tables import FEW, two_clips_a_suite, two_cycles
+from vflash_analysis import paths
+from vflash_analysis.errors import InputError
+from vflash_analysis.results.claims import END, START, claims, write_claims
+from vflash_analysis.results.tables import speedup_table
+from vflash_analysis.results.tidy import read_tidy_csv
+
+
+@pytest.fixture(scope="module")
+def speedups():
+    rows = two_clips_a_suite()
+    cycles = two_cycles([row for row in rows if row["method"] == "chain"])
+    return speedup_table(records_of(pd.DataFrame(rows), cycles), FEW).frame
+
+
+def test_claims_by_hand(speedups):
+    lines = claims(speedups).splitlines()
+    assert lines[0] == "| | VDC | Video-MME | MVBench | MLVU | LVB | macro |"
+    assert lines[2].startswith("| pocket, chain, self reveal (flow) | 4.00× [4.00, 4.00] |")
+    assert lines[3].startswith("| LLaVA-OneVision-7B, Tree-60, as published on one H100 | 3.64× |")
+    assert lines[4].endswith("| – | – | – | – | – | 3.77× |")
+    assert "2 CPU cores, float32, n = 2 clips a suite, 10 in all" in lines[-1]
+    assert "100.00 ms a token" in lines[-1]
+    assert lines[-1].endswith("Measured speed-up over the predicted one: 80 % (chain).")  # 4 of 5
+
+
+def test_only_the_claims_of_the_page_change(speedups, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{START}\nold\n{END}\nafter\n")
+    for _ in range(2):
+        write_claims(readme, speedups)
+        text = readme.read_text()
+        assert text == f"before\n{START}\n{claims(speedups)}\n{END}\nafter\n"
+    readme.write_text("nothing\n")
+    with pytest.raises(InputError, match="found no lines"):
+        write_claims(readme, speedups)
+    assert readme.read_text() == "nothing\n"
+
+
+def test_two_devices_are_no_claim(speedups):
+    other = speedups.loc[speedups["quantity"] == "decode_speedup"].assign(device="another")
+    with pytest.raises(InputError, match="2 devices"):
+        claims(pd.concat([speedups, other[other["status"] == "measured"]]))
+
+
+def test_the_readme_tells_the_tracked_table():
+    text = (paths.ROOT / "README.md").read_text()
+    assert text.count(START) == text.count(END) == 1
+    told = text.split(START)[1].split(END)[0].strip()
+    tracked = paths.FIGURES / "pocket" / "T1_speedup.csv"
+    assert told == (claims(read_tidy_csv(tracked)) if tracked.is_file() else "")
