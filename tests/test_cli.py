@@ -225,7 +225,8 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
         lambda n_samples: samples.append(n_samples) or [tmp_path / "F1.png"],
     )
     monkeypatch.setattr(publish, "read_tidy_csv", lambda path: path)
-    monkeypatch.setattr(publish, "write_claims", lambda readme, frame: readme)
+    monkeypatch.setattr(publish, "write_claims", lambda readme, frame, gates: readme)
+    monkeypatch.setattr(publish, "tracked_gates", lambda: None)
     written = publish.publish([], [], 77)
     assert samples == [77] and not list(place.glob(".*"))
     assert written[-2:] == [tmp_path / "F1.png", paths.ROOT / "README.md"]

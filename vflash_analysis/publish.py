@@ -34,6 +34,8 @@ SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
 
 TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
+# What stages found beside their records; the first file of each holds gates.
+GATES = {"target": ("gates.csv", "kinds.csv"), "acceptance": ("difficulty.csv",)}
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 
 
@@ -112,6 +114,16 @@ def track_drafter(shard: Shard) -> Path:
     return place
 
 
+def tracked_gates() -> pd.DataFrame:
+    """The tracked gates of target and texts: gate, value, allowed, n, passed."""
+    frames = [
+        pd.read_csv(paths.TRACKED_RECORDS / name)
+        for stage in ("target", "acceptance")
+        for name in GATES[stage][:1]
+    ]
+    return pd.concat(frames, ignore_index=True)[["gate", "value", "allowed", "n", "passed"]]
+
+
 def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) -> list[Path]:
     """Replace the tracked records by a finished run's and redraw the tracked figures.
 
@@ -152,8 +164,12 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
     for shard in shards:
+        for name in GATES.get(shard.stage, ()):
+            target = paths.TRACKED_RECORDS / name
+            records.replace_atomically(target, partial(shutil.copyfile, shard.folder / name))
+            written.append(target)
         if shard.stage == "drafter" and shard.parameters["train_seed"] == seed:
             written.append(track_drafter(shard))
     written += build_results(n_samples=n_samples)
     speedups = read_tidy_csv(paths.FIGURES / "pocket" / "T1_speedup.csv")
-    return [*written, write_claims(paths.ROOT / "README.md", speedups)]
+    return [*written, write_claims(paths.ROOT / "README.md", speedups, tracked_gates())]

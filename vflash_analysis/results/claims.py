@@ -21,11 +21,21 @@ def _row(name: str, rows: pd.DataFrame) -> str:
     return f"| {name} | {' | '.join(cells.get(b, NO_VALUE) for b in BENCHMARK_ORDER)} |"
 
 
-def claims(frame: pd.DataFrame) -> str:
+def _gate_lines(gates: pd.DataFrame) -> list[str]:
+    lines = ["| gate | found | allowed | n | |", "|---|---|---|---|---|"]
+    for gate in gates.itertuples():
+        held = "holds" if gate.passed else "**does not hold**"
+        lines.append(f"| {gate.gate} | {gate.value:.3f} | {gate.allowed} | {gate.n} | {held} |")
+    return lines
+
+
+def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
     """Markdown of T1's speed-ups beside the published ones, with device, n and the checks.
 
     Args:
         frame: T1's tidy frame, of decodes on one device.
+        gates: what the target can tell of a clip and how hard its texts are to draft: columns
+            gate, value, allowed, n, passed.
 
     Raises:
         InputError: it holds no speed-up of ours, or those of several devices.
@@ -75,10 +85,10 @@ def claims(frame: pd.DataFrame) -> str:
             factor = value_text(float(macro.loc[(quantity, method, arm), "value"]), "x")
             told += "; " + words.format(factor)
     told += f". Measured speed-up over the predicted one: {', '.join(checks)}."
-    return "\n".join([*lines, "", told])
+    return "\n".join([*lines, "", told, "", *_gate_lines(gates)])
 
 
-def write_claims(readme: Path, frame: pd.DataFrame) -> Path:
+def write_claims(readme: Path, frame: pd.DataFrame, gates: pd.DataFrame) -> Path:
     """Replace what stands between START and END in the README.
 
     Raises:
@@ -89,5 +99,5 @@ def write_claims(readme: Path, frame: pd.DataFrame) -> Path:
     _, end, after = rest.partition(END)
     if not start or not end:
         raise InputError(f"{readme.name}: found no lines {START} and {END}")
-    write_text(readme, f"{before}{START}\n{claims(frame)}\n{END}{after}")
+    write_text(readme, f"{before}{START}\n{claims(frame, gates)}\n{END}{after}")
     return readme
