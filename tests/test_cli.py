@@ -15,7 +15,6 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import (
     Bootstrap,
-    drafter_facts,
     final_drafters,
     load_records,
 )
@@ -124,7 +123,7 @@ def test_plan_tells_folders_and_needs(runs):
         (["clips", "--profile", "smoke"], "clips: no lists yet"),
         (["figures", "--profile", "smoke"], "records: no finished shard has any"),
         (["figures", "--publish"], "--publish: allowed with --profile pocket"),
-        (["figures", "--profile", "pocket", "--publish"], "publish: environment is not done"),
+        (["figures", "--profile", "pocket", "--publish"], "publish: target is not done"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(runs, monkeypatch, capsys, words, message):
@@ -226,7 +225,7 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     )
     monkeypatch.setattr(publish, "read_tidy_csv", lambda path: path)
     monkeypatch.setattr(publish, "write_claims", lambda readme, frame, gates: readme)
-    monkeypatch.setattr(publish, "tracked_gates", lambda: None)
+    monkeypatch.setattr(publish, "tracked_gates", lambda n_samples: None)
     written = publish.publish([], [], 77)
     assert samples == [77] and not list(place.glob(".*"))
     assert written[-2:] == [tmp_path / "F1.png", paths.ROOT / "README.md"]
@@ -234,9 +233,7 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     assert len(after.cycles) == len(before.cycles)
     assert after.generations.equals(before.generations)
     bare = after.anchors["slot_match"].isna()
-    final = after.anchors["drafter_sha256"].isin(
-        final_drafters(drafter_facts(before))["drafter_sha256"]
-    )
+    final = after.anchors["drafter_sha256"].isin(final_drafters(before)["drafter_sha256"])
     assert bare.any() and (bare == ~final).all()
     assert set(after.anchors.loc[bare, "setting"]) <= set(publish.LENGTH_SETTINGS)
     whole, slim = (objectives_table(r, Bootstrap(n_samples=20)).frame for r in (before, after))
@@ -249,7 +246,7 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     monkeypatch.setattr(publish, "SIZE_LIMIT", 10)
     with pytest.raises(InputError, match="allowed: 10"):
         publish.publish([], [], 77)
-    with pytest.raises(InputError, match="publish: environment is not done"):
+    with pytest.raises(InputError, match="publish: target is not done"):
         publish.publish(stages.plan("smoke"), [], 77)
 
 

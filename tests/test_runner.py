@@ -685,6 +685,22 @@ def test_a_second_run_does_nothing_and_says_so(runs, monkeypatch):
     assert runner.summary_json(again, 0.2)["ok"] is True
 
 
+def test_missing_results_are_named_and_tried_again_when_asked(runs, monkeypatch):
+    ran = fake_runs(monkeypatch)
+    shards = chain_of(runs)  # c needs b, b needs a
+    for shard in shards:
+        finish(shard.folder, planned=12, done=11 if shard.name == "b" else 12)
+    outcomes = runner.run_plan(shards, "p", stream=io.StringIO())
+    assert runner.summary_lines(outcomes, 0.2) == [
+        "nothing to do: all 4 shards are done",
+        "  b: 11 of 12 units; --retry-failed tries the others again",
+    ]
+    assert runner.reopen_lacking(shards) == ["b", "c"]
+    runner.run_plan(shards, "p", stream=io.StringIO())
+    assert ran == ["b", "c"]
+    assert runner.reopen_lacking(shards) == []
+
+
 def test_what_needs_a_failed_shard_is_left_out_and_named(runs, monkeypatch):
     ran = fake_runs(monkeypatch, failing=["b"])
     outcomes = runner.run_plan(chain_of(runs), "p", stream=io.StringIO())

@@ -63,6 +63,9 @@ def run(
     all_clips: AllOption = False,
     only: Annotated[list[str] | None, typer.Option(help="a stage or a shard's name")] = None,
     keep_stale: StaleOption = False,
+    retry_failed: Annotated[
+        bool, typer.Option(help="try clips again that finished shards have no result for")
+    ] = False,
     timeout_s: Annotated[
         int | None, typer.Option(help="wall limit of one notebook cell; none without", min=1)
     ] = None,
@@ -71,6 +74,8 @@ def run(
     """Run what is not done yet, in order; a second run does nothing."""
     started = time.monotonic()
     shards = stages.plan(profile, _overrides(set_), ablation, all_clips, keep_stale)
+    if retry_failed:
+        runner.reopen_lacking(shards)
     limits = runner.Limits(timeout_s=timeout_s)
     try:
         outcomes = runner.run_plan(shards, profile, only or (), limits, keep_stale)

@@ -18,11 +18,12 @@ from vflash_analysis import paths, records
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS
 from vflash_analysis.results.claims import write_claims
+from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.report import build_results
 from vflash_analysis.results.sources import (
     TABLES,
+    Bootstrap,
     Records,
-    drafter_facts,
     final_drafters,
     load_records,
 )
@@ -34,8 +35,8 @@ SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
 
 TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
-# What stages found beside their records; the first file of each holds gates.
-GATES = {"target": ("gates.csv", "kinds.csv"), "acceptance": ("difficulty.csv",)}
+STAGES = ("target", "drafter", "decode")  # whose results are tracked
+TARGET_GATES = ("gates.csv", "kinds.csv")
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 
 
@@ -68,10 +69,10 @@ def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
 def slim_anchors(found: Records) -> pd.DataFrame:
     """The anchors that tables and figures need.
 
-    Slot by slot and with every question for the drafters of each arm's largest data size and
-    budget (F4, the gates); for the others the accepted length, in one and in two rounds (T3).
+    Slot by slot and with every question for each arm's final drafters (F4, the gates);
+    for the others the accepted length, in one and in two rounds (T3).
     """
-    final = set(final_drafters(drafter_facts(found))["drafter_sha256"])
+    final = set(final_drafters(found)["drafter_sha256"])
     anchors = found.anchors
     whole = anchors["drafter_sha256"].isin(final)
     kept = anchors.loc[whole | anchors["setting"].isin(LENGTH_SETTINGS)]
@@ -114,21 +115,19 @@ def track_drafter(shard: Shard) -> Path:
     return place
 
 
-def tracked_gates() -> pd.DataFrame:
-    """The tracked gates of target and texts: gate, value, allowed, n, passed."""
-    frames = [
-        pd.read_csv(paths.TRACKED_RECORDS / name)
-        for stage in ("target", "acceptance")
-        for name in GATES[stage][:1]
-    ]
-    return pd.concat(frames, ignore_index=True)[["gate", "value", "allowed", "n", "passed"]]
+def tracked_gates(n_samples: int) -> pd.DataFrame:
+    """Gates of the tracked target and texts: gate, value, allowed, n, passed."""
+    target = pd.read_csv(paths.TRACKED_RECORDS / TARGET_GATES[0])
+    texts = difficulty_gates(load_records(), Bootstrap(n_samples=n_samples))
+    both = pd.concat([target, texts], ignore_index=True)
+    return both[["gate", "value", "allowed", "n", "passed"]]
 
 
 def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) -> list[Path]:
     """Replace the tracked records by a finished run's and redraw the tracked figures.
 
     Args:
-        shards: a plan whose every shard is done.
+        shards: a plan; those of `STAGES` must be done.
         compared: the ablation's drafters; those that are done are taken.
         n_samples: bootstrap resamples of the figures, the profile's.
 
@@ -139,6 +138,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         InputError: a shard is not done, the records are too large to track, or they would drop
             tracked drafters.
     """
+    shards = [shard for shard in shards if shard.stage in STAGES]
     for shard in shards:
         reason = shard.why_not_done()
         if reason:
@@ -164,7 +164,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
     for shard in shards:
-        for name in GATES.get(shard.stage, ()):
+        for name in TARGET_GATES if shard.stage == "target" else ():
             target = paths.TRACKED_RECORDS / name
             records.replace_atomically(target, partial(shutil.copyfile, shard.folder / name))
             written.append(target)
@@ -172,4 +172,4 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             written.append(track_drafter(shard))
     written += build_results(n_samples=n_samples)
     speedups = read_tidy_csv(paths.FIGURES / "pocket" / "T1_speedup.csv")
-    return [*written, write_claims(paths.ROOT / "README.md", speedups, tracked_gates())]
+    return [*written, write_claims(paths.ROOT / "README.md", speedups, tracked_gates(n_samples))]

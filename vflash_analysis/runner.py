@@ -174,8 +174,31 @@ def run_shard(
         if reason:
             status = "incomplete"
             (shard.folder / records.DONE_NAME).unlink(missing_ok=True)
+        reason = reason or lacking(shard)
     kept = paths.relative_to_root(shard.folder / EXECUTED_NOTEBOOK)
     return Outcome(shard.name, status, time.monotonic() - started, reason, kept)
+
+
+def lacking(shard: Shard) -> str:
+    """What a finished shard did not give a result for, as "11 of 12 units"; empty if nothing."""
+    if not shard.done:
+        return ""
+    payload = records.read_json(shard.folder / records.DONE_NAME)["payload"]
+    planned, done = payload.get("planned", 1), payload.get("done", 1)
+    return f"{done} of {planned} units" if done < planned else ""
+
+
+def reopen_lacking(shards: Sequence[Shard]) -> list[str]:
+    """Take `DONE` from shards that lack results, and from all that read them; returns their names.
+
+    Run again, such a shard keeps what it has and tries only the rest.
+    """
+    reopened: list[str] = []
+    for shard in shards:  # each comes after what it needs
+        if shard.done and (lacking(shard) or set(shard.dependencies) & set(reopened)):
+            (shard.folder / records.DONE_NAME).unlink()
+            reopened.append(shard.name)
+    return reopened
 
 
 class Durations:
@@ -254,8 +277,9 @@ def run_plan(
     try:
         for shard in chosen:
             if shard.name in finished:
-                note = "stale results reused" if shard.stale else ""
-                outcomes.append(Outcome(shard.name, "skipped", 0.0, note))
+                notes = ["stale results reused"] if shard.stale else []
+                notes += [lack] if (lack := lacking(shard)) else []
+                outcomes.append(Outcome(shard.name, "skipped", 0.0, "; ".join(notes)))
                 continue
             missing = [name for name in shard.dependencies if name not in finished]
             if missing:
@@ -295,10 +319,12 @@ def summary_lines(outcomes: Sequence[Outcome], seconds: float) -> list[str]:
     """What a person reads at the end: counts, then one line per shard that gave no result."""
     counts = {status: sum(o.status == status for o in outcomes) for status in STATUSES}
     told = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
-    if counts["skipped"] == len(outcomes):
-        return [f"nothing to do: all {len(outcomes)} shards are done"]
     lines = [f"{told or 'no shards'} in {clock(seconds)}"]
+    if counts["skipped"] == len(outcomes):
+        lines = [f"nothing to do: all {len(outcomes)} shards are done"]
     for o in outcomes:
+        if o.status in GOOD and " units" in o.reason:
+            lines.append(f"  {o.shard}: {o.reason}; --retry-failed tries the others again")
         if o.status not in GOOD:
             kept = f" ({o.notebook})" if o.notebook else ""
             lines.append(f"  {o.shard}: {o.status}: {o.reason}{kept}")

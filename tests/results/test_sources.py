@@ -1,5 +1,7 @@
 """Where records come from: tracked or a run's, complete runs only, nothing twice."""
 
+import dataclasses
+
 import pandas as pd
 import pytest
 
@@ -105,12 +107,26 @@ def test_arms_are_named_by_what_sets_them_apart():
 
 
 def test_the_final_drafters_are_of_the_largest_data_and_budget(records):
-    facts = drafter_facts(records)
-    final = final_drafters(facts)
+    final = final_drafters(records)
     assert set(final["steps"]) == {200}
     assert len(final) == 12
-    only = {"self_reveal-1-100-100"}
-    assert set(final_drafters(facts, only)["drafter_sha256"]) == only
+
+
+def test_what_decoded_says_which_size_is_final(records):
+    rows = records.generations.iloc[:1].assign(drafter_sha256="self_reveal-1-100-100")
+    final = final_drafters(dataclasses.replace(records, generations=rows))
+    assert set(final["steps"]) == {100} and len(final) == 12  # every arm and seed of that size
+    larger = records.anchors["steps"] == 200
+    other = records.anchors["objective"] != "self_reveal"
+    kept = dataclasses.replace(
+        records,
+        generations=rows,
+        anchors=records.anchors[larger | ~other],
+        training=records.training[records.training["objective"] == "none"],
+    )
+    final = final_drafters(kept).set_index("arm")["steps"]
+    assert set(final.loc[["self_reveal"]]) == {100}
+    assert set(final.loc[["mask_only"]]) == {200}  # it has no drafter of that size
 
 
 def test_facts_that_contradict_are_refused():

@@ -2,12 +2,29 @@
 
 import dataclasses
 
+import pytest
+
 from tests.tiny import tiny_drafter, tiny_target
 from vflash_analysis import config
 from vflash_analysis.clips.lists import Clip, write_clip_list
+from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
-from vflash_analysis.records import CONTINUATIONS, TRAINING, read_records
+from vflash_analysis.records import (
+    ANCHORS,
+    CONTINUATIONS,
+    TRAINING,
+    blank_row,
+    read_records,
+    write_records,
+)
 from vflash_analysis.training import pipeline
+
+FACTS = {
+    "target_sha256": "t", "drafter_sha256": "d", "objective": "mask_only", "train_seed": 0,
+    "steps": 4, "training_clips": 2, "forward_equivalents": 1.0, "revealed_weight": 1.0,
+    "anchors_per_clip": 3, "device": "cpu",
+}  # fmt: skip
+ANCHOR_FACTS = {name: value for name, value in FACTS.items() if name != "device"}
 
 
 def test_anchor_clips_come_from_every_suite_and_a_shared_video_once(tmp_path):
@@ -58,3 +75,46 @@ def test_a_given_drafter_is_taken_by_its_arm_and_needs_no_training_texts(tmp_pat
     for name in ("training", "validation"):
         path = tmp_path / "texts" / name / "continuations.parquet"
         assert read_records(path, CONTINUATIONS).empty
+
+
+@pytest.mark.parametrize("profile", ["smoke", "h100"])
+def test_only_a_target_of_the_checkout_is_trained_anew(profile, tmp_path, monkeypatch):
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    settings = config.load_profile(profile, {"clips.target_training_clips": 5})
+    with pytest.raises(InputError, match=f"retrain: found profile {profile}"):
+        pipeline.retrain_target(settings)
+
+
+def test_the_curve_has_a_column_of_batches_and_one_of_validation_clips(tmp_path):
+    rows = [
+        {
+            **blank_row(TRAINING),
+            **FACTS,
+            "setting": setting,
+            "step": step,
+            "loss": loss,
+            "loss_mask": loss,
+        }
+        for setting, step, loss in (("", 2, 3.0), ("", 4, 2.0), ("validation", 4, 2.5))
+    ]
+    write_records(tmp_path / "training.parquet", rows, TRAINING)
+    curve = pipeline.training_curve(tmp_path)
+    assert curve["training"].tolist() == [3.0, 2.0]
+    assert curve.loc[4, "validation"] == 2.5 and curve["validation"].isna().tolist() == [
+        True,
+        False,
+    ]
+
+
+def test_accepted_length_is_that_of_full_blocks(tmp_path):
+    rows = [
+        {**blank_row(ANCHORS), **ANCHOR_FACTS, "clip_id": "a", "benchmark": benchmark, "split": "s"}
+        | {"setting": "", "anchor_index": i, "n_slots": n, "n_accepted": accepted}
+        | {"slot_match": [k < accepted for k in range(n)]}
+        for i, (benchmark, n, accepted) in enumerate(
+            [("VDC", 15, 3), ("VDC", 15, 6), ("VDC", 2, 2), ("LVB", 15, 0)]
+        )
+    ]
+    write_records(tmp_path / "anchors.parquet", rows, ANCHORS)
+    table = pipeline.acceptance_at_anchors(tmp_path)
+    assert table.loc["", "VDC"] == 5.5 and table.loc["", "LVB"] == 1.0

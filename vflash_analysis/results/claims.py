@@ -46,7 +46,10 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
     devices = sorted(set(speed["device"]))
     if len(devices) != 1:
         raise InputError(f"claims: found speed-ups of {len(devices)} devices, one is needed")
-    macro = ours.loc[ours["benchmark"] == "macro"].set_index(["quantity", "method", "objective"])
+    macro = {
+        (row["quantity"], row["method"], row["objective"]): float(row["value"])
+        for _, row in ours.loc[ours["benchmark"] == "macro"].iterrows()
+    }
     lines = [
         f"| | {' | '.join(BENCHMARK_ORDER)} |",
         "|---" * (1 + len(BENCHMARK_ORDER)) + "|",
@@ -59,8 +62,7 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
                 continue
             lines.append(_row(f"pocket, {label(method)}, {label(arm)}", own))
             value, predicted = (
-                float(macro.loc[(quantity, method, arm), "value"])
-                for quantity in ("decode_speedup", "predicted_speedup")
+                macro[quantity, method, arm] for quantity in ("decode_speedup", "predicted_speedup")
             )
             if arm == FLOW_ARM:
                 checks.append(f"{100 * value / predicted:.0f} % ({label(method)})")
@@ -70,7 +72,7 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
         lines.append(_row(f"LLaVA-OneVision-7B, {label(method)}, as published on one H100", own))
     per_suite = sorted(set(speed.loc[speed["benchmark"] != "macro", "n"].astype(int)))
     total = int(speed.loc[speed["benchmark"] == "macro", "n"].max())
-    ar = float(macro.loc[("ar_ms_per_token", "ar", ""), "value"])
+    ar = macro["ar_ms_per_token", "ar", ""]
     told = (
         f"Pocket rows: {devices[0]}, n = {' to '.join(map(str, per_suite))} clips a suite, {total} "
         f"in all; brackets are 95 % bootstrap intervals over videos. Autoregressive decoding takes "
@@ -81,8 +83,8 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
         ("chain_vs_hf_dflash", "chain", FLOW_ARM, "its own block-draft loop {} as long as our "
          "chain on the same drafter"),
     ):  # fmt: skip
-        if (quantity, method, arm) in macro.index:
-            factor = value_text(float(macro.loc[(quantity, method, arm), "value"]), "x")
+        if (quantity, method, arm) in macro:
+            factor = value_text(macro[quantity, method, arm], "x")
             told += "; " + words.format(factor)
     told += f". Measured speed-up over the predicted one: {', '.join(checks)}."
     return "\n".join([*lines, "", told, "", *_gate_lines(gates)])

@@ -16,7 +16,6 @@ from vflash_analysis.results.sources import (
     Bootstrap,
     Records,
     decode_groups,
-    drafter_facts,
     final_drafters,
 )
 from vflash_analysis.results.tidy import ARM_ORDER, Origin, in_order, setting_text, tidy
@@ -50,23 +49,20 @@ def acceptance_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> p
     decoded cycles. `setting` is the slot, `n` the slots judged.
     """
     item = "F4_acceptance_by_position"
-    facts = drafter_facts(records)
+    final = final_drafters(records)
+    chosen = final.loc[final["arm"].isin((BASE_ARM, FLOW_ARM)), ["drafter_sha256", "arm"]]
     rows: list[Row] = []
     if not records.anchors.empty:
         anchors = anchors_with_arms(records)
-        final = final_drafters(facts, set(anchors["drafter_sha256"]))
-        anchors = anchors.loc[anchors["drafter_sha256"].isin(set(final["drafter_sha256"]))]
+        anchors = anchors.loc[anchors["drafter_sha256"].isin(set(chosen["drafter_sha256"]))]
         origin = Origin(item, "", records.status, records.source)
-        for arm in in_order(set(anchors["arm"]) & {BASE_ARM, FLOW_ARM}, ARM_ORDER):
+        for arm in in_order(anchors["arm"], ARM_ORDER):
             own = anchors.loc[anchors["arm"] == arm]
             row = partial(origin.row, objective=arm)
             parts_of = partial(metrics.anchor_position_parts, own)
             rows += _slot_rows(row, parts_of, int(own["n_slots"].max()), boot)
     for group in decode_groups(records):
         origin = group.origin(item, records)
-        decoded = set(group.cycles["drafter_sha256"])
-        final = final_drafters(facts, decoded)
-        chosen = final.loc[final["arm"].isin((BASE_ARM, FLOW_ARM)), ["drafter_sha256", "arm"]]
         cycles = group.cycles.loc[
             (group.cycles["method"] == "chain") & (group.cycles["setting"] == "")
         ].merge(chosen, on="drafter_sha256", how="inner")
@@ -81,12 +77,12 @@ def acceptance_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> p
 def training_frame(records: Records) -> pd.DataFrame:
     """F5's data: loss at the all-mask state and accuracy of slots 1, 2, 4, 8, 15 by step.
 
-    Of each arm's largest data size and budget, on validation clips where they were logged
+    Of each arm's final drafters, on validation clips where they were logged
     (setting "validation"), else on the training batches. The value is the mean over training
     seeds, low and high are the smallest and largest seed, `n` the seeds.
     """
     item = "F5_training"
-    facts = final_drafters(drafter_facts(records), set(records.training["drafter_sha256"]))
+    facts = final_drafters(records)
     held_out = records.training.loc[records.training["setting"] == VALIDATION]
     logs = records.training.loc[records.training["setting"] == ""] if held_out.empty else held_out
     logs = logs.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256", how="inner")

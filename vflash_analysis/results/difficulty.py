@@ -17,7 +17,6 @@ from vflash_analysis.results.sources import (
     DEFAULT_BOOTSTRAP,
     Bootstrap,
     Records,
-    drafter_facts,
     final_drafters,
 )
 from vflash_analysis.stats import Interval
@@ -32,7 +31,7 @@ def difficulty_gates(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> p
     Returns:
         One row a gate: gate, value, low, high (the interval), allowed, n anchors or slots, passed.
     """
-    facts = final_drafters(drafter_facts(records), set(records.anchors["drafter_sha256"]))
+    facts = final_drafters(records)
     anchors = records.anchors.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256")
 
     def of(arm: str, setting: str = "") -> pd.DataFrame:

@@ -203,20 +203,32 @@ def drafter_facts(records: Records) -> pd.DataFrame:
     return facts.assign(arm=arm_names(facts))
 
 
-def final_drafters(facts: pd.DataFrame, decoded: set[str] | None = None) -> pd.DataFrame:
-    """Per arm, the drafters of the largest data size and then the largest budget.
+def final_drafters(records: Records) -> pd.DataFrame:
+    """The drafters, of all training seeds, that stand for their arm where one figure shows it.
 
-    Args:
-        facts: from `drafter_facts`.
-        decoded: if given, only drafters in it are candidates.
+    Their data size, and then their budget, is the largest among the drafters that decoded (among
+    all where none did), so that anchors and decoded text show the same training; an arm without
+    drafters of that size and budget gives its own largest. Columns as in `drafter_facts`.
     """
-    if decoded is not None:
-        facts = facts.loc[facts["drafter_sha256"].isin(decoded)]
+    facts = drafter_facts(records)
+    if facts.empty:
+        return facts
+    decoded = facts.loc[facts["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))]
+    main = _largest(facts if decoded.empty else decoded)
     kept = []
     for _, arm in grouped(facts, ["arm"]):
-        sizes = arm[["training_clips", "steps"]].astype("int64").apply(tuple, axis=1)
-        kept.append(arm.loc[sizes == max(sizes)])
-    return pd.concat(kept, ignore_index=True) if kept else facts
+        own = arm.loc[_of_size(arm, main)]
+        kept.append(arm.loc[_of_size(arm, _largest(arm))] if own.empty else own)
+    return pd.concat(kept, ignore_index=True)
+
+
+def _largest(facts: pd.DataFrame) -> tuple[int, int]:
+    """The largest (training_clips, steps)."""
+    return max(zip(facts["training_clips"], facts["steps"], strict=True))
+
+
+def _of_size(facts: pd.DataFrame, size: tuple[int, int]) -> pd.Series:
+    return (facts["training_clips"] == size[0]) & (facts["steps"] == size[1])
 
 
 @dataclass(frozen=True)
@@ -277,7 +289,7 @@ def method_rows(
     if arm is None:
         return rows
     rows = rows.loc[rows["arm"] == arm]
-    final = final_drafters(drafter_facts(records), set(rows["drafter_sha256"]))
+    final = final_drafters(records)
     chosen = rows.loc[rows["drafter_sha256"].isin(set(final["drafter_sha256"]))]
     # drafters without training records (one that was given) stand in only where none has them
     return rows if chosen.empty else chosen

@@ -85,7 +85,7 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     caption = (
         f"Trained on {devices_text(frame)}{' (solid, dashed, dotted)' if len(devices) > 1 else ''}. "
         f"Lines: mean over n = {span_text(frame['n'])} training seeds; bands: smallest and largest "
-        "seed. Each arm's largest data size and budget, all scored from the all-mask state, the one "
+        "seed. The data size and budget of the drafters that decode, all scored from the all-mask state, the one "
         "that is deployed."
     )
     handles = arm_handles(shown, set(frame["objective"]), markers=False)

@@ -17,11 +17,12 @@ from typing import Any
 import pandas as pd
 import torch
 
-from vflash_analysis import config
+from vflash_analysis import config, metrics
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import all_suite_clips, open_reader, read_list
 from vflash_analysis.config import TINY_TARGET, DrafterKey, Profile
+from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import (
     drafter_config,
     drafter_sha256,
@@ -61,7 +62,17 @@ def weights_folder(settings: Profile, target_folder: Path) -> Path:
 
 
 def retrain_target(settings: Profile) -> None:
-    """Train the pocket target anew into the profile's folder, an hour on two cores; resumes."""
+    """Train the pocket target anew into the profile's folder, an hour on two cores; resumes.
+
+    Raises:
+        InputError: the profile's target is not one that this suite trains.
+    """
+    if settings.clips.source != "pocket" or settings.target.source in (None, TINY_TARGET):
+        raise InputError(
+            f"retrain: found profile {settings.name} with target.source {settings.target.source!r} "
+            f"and clips.source {settings.clips.source!r}, allowed: generated clips and a target "
+            "folder of the checkout"
+        )
     scenes = settings.clips.target_training_clips // len(pocket.FAMILIES)
     pocket_target.retrain(config.target_folder(settings.target), scenes)
 
@@ -262,14 +273,17 @@ def score_drafter(
 
 
 def training_curve(out_folder: Path) -> pd.DataFrame:
-    """The logged steps of a training: step, loss, seconds, forward-equivalents, setting."""
+    """The loss from all masks by step: one column of training batches, one of validation clips."""
     frame = read_records(out_folder / "training.parquet", TRAINING)
-    columns = ["step", "loss", "loss_mask", "loss_flow", "seconds", "forward_equivalents_done"]
-    return frame[["setting", *columns]]
+    curve = frame.pivot(index="step", columns="setting", values="loss_mask").astype(float)
+    return curve.rename(columns={"": "training"})
 
 
 def acceptance_at_anchors(out_folder: Path) -> pd.DataFrame:
-    """Mean accepted drafts + 1 at every anchor, by benchmark, setting "" (masks alone) first."""
+    """Accepted length at every anchor with a full block, by setting ("" from masks) and suite."""
     frame = read_records(out_folder / "anchors.parquet", ANCHORS)
-    means = (frame["n_accepted"] + 1).groupby([frame["setting"], frame["benchmark"]]).mean()
-    return means.astype(float).round(2).unstack("benchmark")
+    told = {}
+    for setting, own in frame.groupby("setting", sort=False):
+        parts = metrics.anchor_accepted_length_parts(own).groupby("benchmark")[["p0", "p1"]].sum()
+        told[setting] = parts["p0"] / parts["p1"]
+    return pd.DataFrame(told).T.round(2)
