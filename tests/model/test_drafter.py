@@ -481,7 +481,7 @@ def test_damaged_or_partial_drafters_are_named(tmp_path):
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     for call in (lambda: load_drafter(tmp_path, target), lambda: drafter_sha256(tmp_path)):
-        with pytest.raises(InputError, match=rf"{weights}: truncated .* {len(whole)} expected"):
+        with pytest.raises(InputError, match=f"{weights}: {len(whole) // 2} bytes, no whole"):
             call()
     weights.write_bytes(whole)
     config = json.loads((tmp_path / "config.json").read_text())

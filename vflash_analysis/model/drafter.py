@@ -136,6 +136,15 @@ def new_drafter(
     return drafter.to(device=device, dtype=dtype)
 
 
+def _check_saved(folder: str | Path) -> Path:
+    """The folder of a saved drafter, its config there and its weights whole."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: found no drafter (config.json)")
+    check_safetensors(folder / "model.safetensors")
+    return folder
+
+
 def load_drafter(folder: str | Path, target: Target) -> VFlashDrafter:
     """Load a saved drafter in the target's dtype and place, checked against the target.
 
@@ -143,10 +152,7 @@ def load_drafter(folder: str | Path, target: Target) -> VFlashDrafter:
         InputError: a file is missing or damaged, weights do not fit the config, or the drafter
             belongs to another target.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: found no drafter (config.json)")
-    check_safetensors(folder / "model.safetensors")
+    folder = _check_saved(folder)
     drafter, info = VFlashDrafter.from_pretrained(
         folder, dtype=target.dtype, local_files_only=True, output_loading_info=True
     )
@@ -205,10 +211,7 @@ def drafter_sha256(folder: str | Path) -> str:
     Raises:
         InputError: a file is missing or damaged.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: found no drafter (config.json)")
-    check_safetensors(folder / "model.safetensors")
+    folder = _check_saved(folder)
     config = read_object(folder / "config.json")
     kept = {name: value for name, value in config.items() if name not in NOT_IDENTITY}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
