@@ -14,6 +14,7 @@ for contexts too long to store (0.7 GB per clip at 25k tokens).
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -277,8 +278,8 @@ def collect_continuations(
     return folder / "continuations.parquet"
 
 
-class _Records:
-    """The part both sources share: the usable rows of a CONTINUATIONS file."""
+class ContinuationSource(ABC):
+    """Continuations by index, on disk or recomputed: the usable rows of a CONTINUATIONS file."""
 
     def __init__(self, folder: str | Path, limit: int | None = None) -> None:
         self.folder = Path(folder)
@@ -289,6 +290,9 @@ class _Records:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Continuation: ...
 
     def anchor_counts(self) -> list[int]:
         """Anchors each item offers: new tokens that have a successor."""
@@ -313,7 +317,7 @@ class _Records:
         )
 
 
-class ContinuationSet(_Records):
+class ContinuationSet(ContinuationSource):
     """Continuations on disk, without the failed clips.
 
     Args:
@@ -363,7 +367,7 @@ def pixel_reader(
     return pixels
 
 
-class OnlineContinuations(_Records):
+class OnlineContinuations(ContinuationSource):
     """The same texts, with states recomputed by the target at every access and never stored.
 
     Args:

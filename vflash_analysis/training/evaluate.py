@@ -23,7 +23,6 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, blank_row
 from vflash_analysis.training.batches import (
     Continuation,
-    ContinuationSource,
     FlowBatch,
     make_batch,
     readable_context,
@@ -36,6 +35,7 @@ from vflash_analysis.training.blocks import (
     project_context,
     score_slots,
 )
+from vflash_analysis.training.continuations import ContinuationSource
 from vflash_analysis.training.objectives import choose_slots
 from vflash_analysis.training.progress import Progress
 

@@ -30,7 +30,6 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
 from vflash_analysis.records import TRAINING, blank_row, read_json, write_json_atomic, write_records
 from vflash_analysis.training.batches import (
-    ContinuationSource,
     FlowBatch,
     step_visits,
     training_batch,
@@ -43,6 +42,7 @@ from vflash_analysis.training.checkpoints import (
     save_checkpoint,
 )
 from vflash_analysis.training.compute import context_cost, forward_equivalents
+from vflash_analysis.training.continuations import ContinuationSource
 from vflash_analysis.training.objectives import LossParts, compute_loss
 from vflash_analysis.training.progress import Progress, Window
 from vflash_analysis.training.step import (

@@ -32,10 +32,10 @@ from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, load_target
 from vflash_analysis.records import ANCHORS, CONTINUATIONS, TRAINING, read_records, write_records
 from vflash_analysis.training import pocket_target
-from vflash_analysis.training.batches import ContinuationSource
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.continuations import (
     ContinuationSet,
+    ContinuationSource,
     OnlineContinuations,
     collect_continuations,
     pixel_reader,
