@@ -226,7 +226,7 @@ def train_drafter(
         continuations(target, settings, clips_folder, continuations_folder, "training") as data,
         continuations(target, settings, clips_folder, continuations_folder, "validation") as held,
     ):
-        result = train(
+        return train(
             new_drafter(shape, seed=key.train_seed, device=target.device),
             target_pieces(target),
             data,
@@ -235,7 +235,6 @@ def train_drafter(
             validation=held,
             mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no",
         )
-    return result.drafter_folder
 
 
 def score_drafter(
