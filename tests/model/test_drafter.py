@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from tests.tiny import VIDEO, save_target, tiny_drafter, tiny_frames, tiny_prompt, tiny_target
+from vflash_analysis.config import DrafterSettings
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import (
     VFlashConfig,
@@ -37,6 +38,11 @@ def target():
 @pytest.fixture(scope="module")
 def drafter(target):
     return tiny_drafter(target, 0)
+
+
+def config_of(target, **shape):
+    """Config of a drafter with one tapped layer."""
+    return drafter_config(target, DrafterSettings(num_tapped_layers=1, **shape))
 
 
 def text(target, seed, length=40):
@@ -304,7 +310,7 @@ def test_rotary_positions_are_the_targets(target, drafter):
 
 
 def test_config_copies_what_the_target_fixes(target):
-    config = drafter_config(target, num_hidden_layers=3, target_layer_ids=(1, 2))
+    config = config_of(target, num_hidden_layers=3)
     text_config = target.text_config
     assert config.hidden_size == target.hidden_size
     assert config.intermediate_size == text_config.intermediate_size
@@ -313,12 +319,12 @@ def test_config_copies_what_the_target_fixes(target):
     assert config.mask_token_id == target.mask_token_id
     assert config.vocab_size == target.vocab_size
     assert config.block_size == 16
-    assert drafter_config(target, num_tapped_layers=1).target_layer_ids == [2]
-    assert drafter_config(target, intermediate_size=7, num_tapped_layers=1).intermediate_size == 7
+    assert config_of(target).target_layer_ids == [2]
+    assert config_of(target, intermediate_size=7).intermediate_size == 7
 
 
 def test_equal_seeds_give_equal_drafters(target):
-    config = drafter_config(target, num_tapped_layers=1)
+    config = config_of(target)
     state = torch.get_rng_state()
     first, second, other = (new_drafter(config, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -346,7 +352,7 @@ def test_equal_seeds_give_equal_drafters(target):
     ],
 )
 def test_incomplete_configs_are_refused(target, changes, message):
-    config = drafter_config(target, num_hidden_layers=2, target_layer_ids=(0, 3))
+    config = config_of(target, num_hidden_layers=2)
     for name, value in changes.items():
         setattr(config, name, value)
     with pytest.raises(InputError, match=message):
@@ -521,7 +527,7 @@ def test_a_mask_that_is_a_token_of_the_texts_is_refused(target, token_id):
 
 
 def test_a_saved_config_reads_back(tmp_path, target):
-    config = drafter_config(target, num_tapped_layers=1, context=0.25)
+    config = config_of(target, context=0.25)
     config.save_pretrained(tmp_path)
     assert VFlashConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
 

@@ -214,14 +214,7 @@ def train_drafter(
         shutil.copytree(given, out_folder / "drafter", dirs_exist_ok=True)
         write_records(out_folder / "training.parquet", [], TRAINING)
         return out_folder / "drafter"
-    shape = drafter_config(
-        target,
-        num_hidden_layers=settings.drafter.num_hidden_layers,
-        num_tapped_layers=settings.drafter.num_tapped_layers,
-        block_size=settings.drafter.block_size,
-        intermediate_size=settings.drafter.intermediate_size,
-        context=settings.drafter.context,
-    )
+    shape = drafter_config(target, settings.drafter)
     with (
         continuations(target, settings, clips_folder, continuations_folder, "training") as data,
         continuations(target, settings, clips_folder, continuations_folder, "validation") as held,
