@@ -68,8 +68,7 @@ def blocks_pass(drafter, target, ids, tapped, anchors, **arguments):
     context = drafter.project(tapped, visible.any(1))
     return drafter.forward_blocks(
         noise(target, ids, anchors),
-        context,
-        positions,
+        drafter.context_keys_values(context, positions),
         chosen[..., None] + torch.arange(SLOTS),
         visible,
         **arguments,
@@ -101,7 +100,7 @@ def test_context_can_be_added_ahead_of_the_first_draft(target, drafter):
     embeds = noise(target, ids, [30])[:, 0]
     one, two = drafter_cache(drafter, 60), drafter_cache(drafter, 60)
     together = drafter(embeds, tapped[:, :30], cache=one).last_hidden_state
-    drafter.append_context(tapped[:, :30], None, two)
+    drafter.append_context(tapped[:, :30], torch.arange(30)[None], two)
     assert two.length == 30
     apart = drafter(embeds, None, cache=two).last_hidden_state
     torch.testing.assert_close(together, apart, atol=1e-12, rtol=0)
@@ -124,8 +123,7 @@ def test_kept_context_rows_keep_their_positions(target, drafter):
     visible[..., rows] = True
     expected = drafter.forward_blocks(
         embeds[:, None],
-        drafter.project(tapped),
-        torch.arange(40)[None],
+        drafter.context_keys_values(drafter.project(tapped), torch.arange(40)[None]),
         positions[:, None],
         visible,
     )
@@ -177,8 +175,7 @@ def test_the_anchors_own_state_would_change_the_output_if_it_were_seen(target, d
     positions = torch.arange(40)[None]
     arguments = (
         noise(target, ids, [9]),
-        drafter.project(tapped),
-        positions,
+        drafter.context_keys_values(drafter.project(tapped), positions),
         9 + torch.arange(SLOTS)[None, None],
     )
     right = drafter.forward_blocks(*arguments, positions[:, None] < 9)
@@ -194,12 +191,10 @@ def test_a_block_is_bidirectional_inside_and_closed_to_others(target, drafter, m
     visible = visible_context(positions, anchors)
     embeds = noise(target, ids, [8, 9, 30])
     blocks = anchors[..., None] + torch.arange(SLOTS)
-    context = drafter.project(tapped)
+    context = drafter.context_keys_values(drafter.project(tapped), positions)
 
     def run(embeds):
-        return drafter.forward_blocks(
-            embeds, context, positions, blocks, visible, max_rows=max_rows
-        )
+        return drafter.forward_blocks(embeds, context, blocks, visible, max_rows=max_rows)
 
     before = run(embeds)
     changed = embeds.clone()
@@ -225,7 +220,8 @@ def test_batched_texts_with_padding_equal_single_ones(target, drafter):
     embeds = torch.cat([noise(target, texts[row][0], anchors[row]) for row in range(2)])
     context = drafter.project(tapped, visible.any(1))
     blocks = chosen[..., None] + torch.arange(SLOTS)
-    both = drafter.forward_blocks(embeds, context, positions, blocks, visible)
+    given = drafter.context_keys_values(context, positions)
+    both = drafter.forward_blocks(embeds, given, blocks, visible)
     for row, (ids, states) in enumerate(texts):
         alone = blocks_pass(drafter, target, ids, states, anchors[row])
         torch.testing.assert_close(both[row], alone[0], atol=1e-12, rtol=0)
@@ -242,22 +238,14 @@ def test_shared_context_keys_give_the_same_gradients(target):
     for shared in (False, True):
         drafter.zero_grad()
         context = drafter.project(tapped)
-        given = drafter.context_keys_values(context, positions) if shared else None
+        given = drafter.context_keys_values(context, positions)
         for embeds in inputs:
-            out = drafter.forward_blocks(
-                embeds,
-                None if shared else context,
-                None if shared else positions,
-                blocks,
-                visible,
-                given,
-            )
+            own = given if shared else drafter.context_keys_values(context, positions)
+            out = drafter.forward_blocks(embeds, own, blocks, visible)
             out.sin().sum().backward(retain_graph=True)
         gradients.append([parameter.grad.clone() for parameter in drafter.parameters()])
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-    with pytest.raises(InputError, match="neither context states"):
-        drafter.forward_blocks(inputs[0], None, None, blocks, visible)
 
 
 def test_gradients_are_those_of_the_plain_formula(target):
