@@ -228,7 +228,7 @@ def decode(
             timer.lap("other_s")
             chosen, tapped = verifier.choices(*inputs)
             timer.lap("verify_s")
-            rows, _ = accept_walk(proposal.token_ids, proposal.parents, chosen)
+            rows = accept_walk(proposal.token_ids, proposal.parents, chosen)
             walked = [chosen[row] for row in rows]
             new, stop_reason = cut_at_stop(walked, max_new_tokens - len(token_ids), stop_ids)
             # The last committed token is the next anchor and has no row yet: one row per token.
