@@ -17,6 +17,7 @@ from vflash_analysis.decoding import clip as clip_module
 from vflash_analysis.decoding import loop
 from vflash_analysis.decoding.clip import ClipDecoder, ShardFacts, select_taps
 from vflash_analysis.decoding.lossless import LosslessError
+from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
 from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.errors import InputError
@@ -273,19 +274,22 @@ def test_a_failed_clip_is_tried_again(target, drafters, clips, tmp_path):
     assert reader.read_clips == ["c2"] and lines[-1].startswith("3 of 3 clips decoded; ")
 
 
-def test_a_method_that_fails_costs_only_its_own_rows(target, clips, tmp_path, monkeypatch):
-    """Case 69: a drafter with too few positions; and a run out of memory keeps no old numbers."""
-    drafter = tiny_drafter(target, 1)
-    drafter.config.max_position_embeddings = 32
-    drafter.save_pretrained(tmp_path / "short")
-    short = {"short": tmp_path / "short"}
-    out = tmp_path / "out"
-    decode_shard(target, short, clips[:1], Reader(), SETTINGS, out, FACTS, lambda _: None)
+def test_a_method_that_fails_costs_only_its_own_rows(
+    target, drafters, clips, tmp_path, monkeypatch
+):
+    """A drafter without states, and a run out of memory that keeps no old numbers."""
+
+    def start(self, prompt, timer):
+        raise InputError(f"{self.name}: no states")
+
+    monkeypatch.setattr(BlockDrafting, "start", start)
+    chosen, out = {"a": drafters["flow-0"]}, tmp_path / "out"
+    decode_shard(target, chosen, clips[:1], Reader(), SETTINGS, out, FACTS, lambda _: None)
     generations, cycles = tables(out)
     ok = generations.loc[generations["status"] == "ok"]
     assert set(ok["method"]) == {"ar"}
     failed = generations.loc[generations["status"] == "failed"]
-    assert failed["reason"].str.contains("max_position_embeddings is 32").all()
+    assert failed["reason"].str.fullmatch("(chain|tree60): no states").all()
     assert failed["decode_s"].isna().all() and set(cycles["method"]) == {"ar"}
 
     def out_of_memory(*_):

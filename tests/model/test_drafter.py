@@ -496,6 +496,7 @@ def test_damaged_or_partial_drafters_are_named(tmp_path):
         ({"q_heads": 6}, "hidden_size 32"),
         ({"num_layers": 6}, "target_num_layers 5"),
         ({"kv_heads": 4}, "text config"),
+        ({"max_positions": 256}, "max_position_embeddings 512"),
         ({"seed": 9}, "target weights tiny-0"),
     ],
 )

@@ -111,28 +111,6 @@ def target_ranks(slot_scores: torch.Tensor, token_ids: Sequence[int]) -> list[in
     return before.sum(-1).tolist()
 
 
-def check_room(
-    method: Method, prompt_tokens: int, max_new_tokens: int, cache: KVCache, max_positions: int
-) -> None:
-    """Refuses a text that could outgrow the cache or the target's positions.
-
-    The last cycle's anchor stands at prompt + max_new - 2 at most, its drafts after it.
-    """
-    rows = prompt_tokens + max(max_new_tokens - 1, 0) + method.max_draft_tokens
-    if max_new_tokens > 1 and rows > cache.capacity:
-        raise InputError(
-            f"cache: {method.name} needs {prompt_tokens} prompt + {max_new_tokens - 1} new + "
-            f"{method.max_draft_tokens} draft rows, the cache holds {cache.capacity}"
-        )
-    positions = prompt_tokens + max(max_new_tokens - 1, 0) + method.max_depth
-    if positions > max_positions:
-        raise InputError(
-            f"prompt of {prompt_tokens} tokens: with {max_new_tokens} new tokens and drafts "
-            f"{method.max_depth} ahead {method.name} needs {positions} positions, the target has "
-            f"{max_positions}"
-        )
-
-
 class Verifier:
     """Runs the target over anchor + drafts and reads its greedy choice after every row.
 
@@ -201,14 +179,13 @@ def decode(
         stop_ids: tokens that end the text; by default the target's.
 
     Raises:
-        InputError: no room (see `check_room`), or the cache does not hold just the prompt.
+        InputError: the cache does not hold just the prompt, or is too small for the text.
     """
     prompt_tokens = int(input_ids.shape[0])
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens: found {max_new_tokens}, allowed is 1 or more")
     if cache.length != prompt_tokens:
         raise InputError(f"cache: holds {cache.length} rows, the prompt has {prompt_tokens}")
-    check_room(method, prompt_tokens, max_new_tokens, cache, target.max_positions)
     stop_ids = target.stop_ids if stop_ids is None else stop_ids
     timer = Timer(target.device) if timer is None else timer
 

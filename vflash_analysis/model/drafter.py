@@ -154,6 +154,8 @@ def check_drafter_matches(drafter: VFlashDrafter, target: Target) -> None:
     facts = [
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
+        # What fits the target fits the drafter, so lengths are checked once.
+        ("max_position_embeddings", config.max_position_embeddings, target.max_positions),
         ("target_num_layers", config.target_num_layers, target.num_layers),
         (
             "text config",
