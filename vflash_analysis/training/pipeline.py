@@ -41,10 +41,6 @@ from vflash_analysis.training.continuations import (
     pixel_reader,
 )
 from vflash_analysis.training.evaluate import (
-    DEPLOYED,
-    DIFFICULTY,
-    REVEALED,
-    TWO_ROUNDS,
     drafter_facts,
     evaluate_anchors,
 )
@@ -242,13 +238,7 @@ def score_drafter(
     drafter = load_drafter(folder, target)
     facts: dict[str, Any] = drafter_facts(drafter, drafter_sha256(folder))
     with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
-        rows = evaluate_anchors(
-            drafter,
-            target_pieces(target),
-            data,
-            facts,
-            settings=[*DEPLOYED, *REVEALED, *TWO_ROUNDS, *DIFFICULTY],
-        )
+        rows = evaluate_anchors(drafter, target_pieces(target), data, facts)
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)
     return out_folder / "anchors.parquet"
 
