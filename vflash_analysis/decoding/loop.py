@@ -66,6 +66,8 @@ class Generation:
             the prompt included; 0.0 if the first token is the only one.
         context_projection_s: the drafter's projection of the prompt alone.
         draft_calls: forwards of the drafter.
+        verify_calls: target forwards after the prefill; in our loop one per cycle.
+        prefill_s: seconds to the first token, vision included, of a loop with a prefill of its own.
     """
 
     token_ids: list[int]
@@ -74,11 +76,8 @@ class Generation:
     decode_s: float = 0.0
     context_projection_s: float = 0.0
     draft_calls: int = 0
-
-    @property
-    def verify_calls(self) -> int:
-        """Target forwards after the prefill: one per cycle."""
-        return len(self.cycles)
+    verify_calls: int = 0
+    prefill_s: float | None = None
 
 
 def cut_at_stop(
@@ -240,4 +239,6 @@ def decode(
             )
     decode_s = timer.elapsed_s
     assert stop_reason is not None
-    return Generation(token_ids, stop_reason, cycles, decode_s, projection_s, draft_calls)
+    return Generation(
+        token_ids, stop_reason, cycles, decode_s, projection_s, draft_calls, len(cycles)
+    )
