@@ -17,6 +17,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from vflash_analysis.config import DrafterSettings
 from vflash_analysis.model.drafter import VFlashDrafter, drafter_config, new_drafter
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.target import Target
@@ -195,6 +196,10 @@ def tiny_drafter(
 ) -> VFlashDrafter:
     """An untrained drafter for a tiny target, in the target's dtype unless another is given."""
     ids = target_layer_ids or (0, target.num_layers - 2)
-    config = drafter_config(target, num_hidden_layers, block_size=block_size, target_layer_ids=ids)
+    shape = DrafterSettings(
+        num_hidden_layers=num_hidden_layers, block_size=block_size, num_tapped_layers=1
+    )
+    config = drafter_config(target, shape)
+    config.target_layer_ids = list(ids)
     config.initializer_range = 0.2
     return new_drafter(config, seed, dtype or target.dtype, target.device).eval()

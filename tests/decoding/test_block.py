@@ -225,18 +225,6 @@ def test_new_context_is_positioned_after_the_prompt_even_when_rows_are_missing(b
     assert [new for new, _ in positions] == [0, *[c.n_committed for c in found.cycles[:-1]]]
 
 
-def test_case69_drafter_too_short_for_the_context(bench):
-    config = bench.drafter.config
-    before, config.max_position_embeddings = config.max_position_embeddings, 40
-    try:
-        with pytest.raises(
-            InputError, match=r"drafter: prompt of .* its max_position_embeddings is 40"
-        ):
-            bench.run("chain", 10)
-    finally:
-        config.max_position_embeddings = before
-
-
 def test_settings_are_named_in_the_record_and_checked(bench):
     def setting(spec: str, **changes) -> str:
         return build_method(spec, bench.target, replace(SETTINGS, **changes), bench.drafter).setting

@@ -296,7 +296,7 @@ class _Watcher:
         # The target's choice after a node of depth d on the text is text[here + d + 1].
         ahead = [*self._text[here + 1 :], *[-1] * 20]
         choices = [ahead[d] for d in (0, *tree_depths(drafts.token_ids, drafts.parents))]
-        rows, _ = accept_walk(drafts.token_ids, drafts.parents, choices)
+        rows = accept_walk(drafts.token_ids, drafts.parents, choices)
         self.accepted.append(len(rows) - 1)
         return Proposal()
 

@@ -59,14 +59,11 @@ def test_the_text_is_plain_greedy_decodings(seed):
     target = tiny_target(seed, num_layers=3)
     bench = Bench.on(target, tiny_drafter(target, seed, 1), seed)
     reference = bench.run("ar", 40, stop_ids=())
-    for spec in ("lookup", "lookup:longest=1"):
-        assert bench.run(spec, 40, stop_ids=()).token_ids == reference.token_ids
+    assert bench.run("lookup", 40, stop_ids=()).token_ids == reference.token_ids
 
 
-def test_settings_are_named_and_refused():
+def test_options_are_refused():
     target = tiny_target(0, num_layers=2)
     assert build_method("lookup", target, SETTINGS).setting == ""
-    assert build_method("lookup:longest=5", target, SETTINGS).setting == "longest=5"
-    for spec in ("lookup:longest=0", "lookup:longest=x", "lookup:k=1"):
-        with pytest.raises(InputError, match="allowed"):
-            build_method(spec, target, SETTINGS)
+    with pytest.raises(InputError, match="allowed: none"):
+        build_method("lookup:k=1", target, SETTINGS)

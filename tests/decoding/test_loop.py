@@ -9,7 +9,6 @@ from tests.decoding.scripted import Bench, Scripted, always_wrong, oracle
 from vflash_analysis.decoding.loop import (
     LENGTH,
     STOP_TOKEN,
-    check_room,
     cut_at_stop,
     decode,
     target_ranks,
@@ -252,15 +251,11 @@ def test_case69_no_room_is_our_error(bench):
     small = bench.target.new_cache(8, 1)
     with pytest.raises(InputError, match="cache: holds 0 rows, the prompt has"):
         decode(bench.target, bench.input_ids, bench.prefill, small, method, 4)
-    prompt = len(bench.input_ids)
-    check_room(method, prompt, 61, bench.cache, 512)
-    tree = Scripted(lambda _: ([], []), 60, 15)
-    check_room(tree, prompt, 62, bench.cache, 512)
-    with pytest.raises(InputError, match=f"the cache holds {bench.cache.capacity}"):
-        check_room(tree, prompt, 63, bench.cache, 512)
-    check_room(tree, prompt, 10, bench.cache, prompt + 9 + 15)
-    with pytest.raises(InputError, match="positions, the target has"):
-        check_room(tree, prompt, 10, bench.cache, prompt + 9 + 14)
+    small = bench.target.new_cache(len(bench.input_ids), 4, verify_rows=1)
+    bench.target.prefill(bench.input_ids, bench.pixel_values, small)
+    tree = Scripted(lambda _: ([5] * 60, chain_parents(60)), 60, 60)
+    with pytest.raises(InputError, match=f"do not fit the capacity of {small.capacity}"):
+        decode(bench.target, bench.input_ids, bench.prefill, small, tree, 4, stop_ids=())
     with pytest.raises(InputError, match="max_new_tokens: found 0"):
         bench.run("ar", 0)
 

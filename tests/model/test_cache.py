@@ -122,7 +122,6 @@ def test_what_hugging_face_asks_is_answered():
     assert cache.get_query_offset() == 3
     assert cache.get_max_length() == CAPACITY
     assert cache.is_croppable and cache.is_initialized and not cache.is_compileable
-    assert cache.batch_size == 1
     assert cache.is_sliding == cache.is_linear == cache.is_dummy == [False] * 3
     cache.activate_past_recording()
     assert not cache.is_recording_past(0)

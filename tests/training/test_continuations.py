@@ -65,7 +65,6 @@ def collect(folder: Path, some: list[Clip], reader: Any = None, **changes: Any) 
         "max_new_tokens": 12,
         "tap_layer_ids": TAPS,
         "out_folder": folder / "out",
-        "states_dtype": torch.float64,
         "log": lambda line: None,
         **changes,
     }
@@ -129,7 +128,7 @@ def test_records_and_states_share_one_index(tmp_path: Path) -> None:
     assert set(frame["status"]) == {"ok"} and set(frame["target_sha256"]) == {TARGET.source_sha256}
     data = ContinuationSet(tmp_path / "out")
     assert len(data) == 4 and data.clip_ids() == [c.clip_id for c in some]
-    assert data.tap_layer_ids() == TAPS
+    assert read_states(states_path(tmp_path / "out", some[0].clip_id))[1] == TAPS
     for index, clip in enumerate(some):
         row, item = frame.iloc[index], data[index]
         ids = TARGET.build_prompt(clip.prompt, NUM_FRAMES)
@@ -144,17 +143,17 @@ def test_records_and_states_share_one_index(tmp_path: Path) -> None:
         assert (item.benchmark, item.split) == ("VDC", "training")
 
 
-@pytest.mark.parametrize("rows", [1, 64])
-def test_online_states_equal_the_stored_ones(tmp_path: Path, rows: int) -> None:
+def test_online_states_equal_the_stored_ones(tmp_path: Path) -> None:
     some = clips(tmp_path)
     collect(tmp_path, some)
-    stored = ContinuationSet(tmp_path / "out", in_memory=False)
+    stored = ContinuationSet(tmp_path / "out")
     pixels = {c.clip_id: TARGET.prepare_frames(tiny_frames(i, 2)) for i, c in enumerate(some)}
     online = OnlineContinuations(tmp_path / "out", TARGET, pixels.__getitem__, TAPS)
     for index in range(4):
         a, b = stored[index], online[index]
         assert torch.equal(a.input_ids, b.input_ids)
-        torch.testing.assert_close(a.states, b.states, rtol=0, atol=1e-11)
+        # bfloat16 keeps 8 bits of what is stored.
+        torch.testing.assert_close(a.states.double(), b.states, rtol=2**-8, atol=1e-9)
     assert len(stored) == len(online) and stored.anchor_counts() == online.anchor_counts()
     with pytest.raises(InputError, match="tiny-0"):
         OnlineContinuations(tmp_path / "out", tiny_target(1), pixels.__getitem__, TAPS)
@@ -190,7 +189,7 @@ def test_bad_clips_are_recorded_and_the_others_kept(tmp_path: Path) -> None:
     assert "no_video_stream" in frame["reason"][1] and frame["input_ids"].isna()[1]
     assert any("suite/1" in line for line in lines)
     data = ContinuationSet(tmp_path / "out")
-    assert len(data) == 3 and data.n_failed == 1
+    assert len(data) == 3
     with pytest.raises(InputError, match="no_video_stream"):
         collect(tmp_path / "strict", some, on_bad_clip="fail", out_folder=tmp_path / "strict")
     Path(some[1].path).write_text("9")  # repaired: tried again, alone
@@ -280,14 +279,11 @@ def test_states_of_another_text_are_refused(tmp_path: Path) -> None:
         ContinuationSet(tmp_path / "out")[1]
 
 
-def test_half_precision_states_survive_storage(tmp_path: Path) -> None:
+def test_states_are_stored_in_half_precision(tmp_path: Path) -> None:
     some = clips(tmp_path, 1)
     collect(tmp_path, some)
-    exact = ContinuationSet(tmp_path / "out")[0].states
-    collect(tmp_path, some, out_folder=tmp_path / "half", states_dtype=torch.bfloat16)
-    half, taps = read_states(states_path(tmp_path / "half", "suite/0"))
+    half, taps = read_states(states_path(tmp_path / "out", "suite/0"))
     assert half.dtype == torch.bfloat16 and taps == TAPS
-    assert torch.equal(half, exact.to(torch.bfloat16))
 
 
 def test_a_clip_named_twice_is_refused(tmp_path: Path) -> None:
@@ -298,7 +294,5 @@ def test_a_clip_named_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_set_reads_each_clip_once_in_memory(tmp_path: Path) -> None:
     collect(tmp_path, clips(tmp_path, 2))
-    kept = ContinuationSet(tmp_path / "out", limit=1)
-    assert len(kept) == 1 and kept[0] is kept[0]
-    fresh = ContinuationSet(tmp_path / "out", in_memory=False)
-    assert fresh[0] is not fresh[0]
+    kept = ContinuationSet(tmp_path / "out")
+    assert kept[0] is kept[0]

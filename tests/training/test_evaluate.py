@@ -23,8 +23,7 @@ from vflash_analysis.training.blocks import (
     target_pieces,
 )
 from vflash_analysis.training.evaluate import (
-    DIFFICULTY,
-    REVEALED,
+    SETTINGS,
     AnchorSetting,
     draft_blocks,
     drafter_facts,
@@ -49,7 +48,7 @@ FACTS: dict[str, Any] = {
 
 
 def rows_of(drafter: Any, pieces: Any, source: Any, **keywords: Any) -> list[dict[str, Any]]:
-    keywords.setdefault("log", lambda line: None)
+    keywords = {"log": lambda line: None, "settings": [AnchorSetting()], **keywords}
     return evaluate_anchors(drafter, pieces, source, FACTS, **keywords)
 
 
@@ -83,13 +82,12 @@ def test_acceptance_stops_at_the_first_miss() -> None:
 def test_rows_fit_the_schema_and_read_back(tmp_path: Path) -> None:
     drafter = tiny_drafter(TARGET, 1)
     source = random_source(drafter, 3)
-    settings = [AnchorSetting(), *REVEALED, *DIFFICULTY]
-    rows = rows_of(drafter, PIECES, source, settings=settings)
+    rows = rows_of(drafter, PIECES, source, settings=SETTINGS)
     write_records(tmp_path / "a.parquet", rows, ANCHORS)
     frame = read_records(tmp_path / "a.parquet", ANCHORS)
     assert len(frame) == len(rows)
-    names = ["", "revealed=4", "revealed=8", "revealed=12", "context=zeroed", "context=shuffled"]
-    assert set(frame["setting"]) == set(names)
+    names = ["", "revealed=4", "revealed=8", "revealed=12", "rounds=2"]
+    assert set(frame["setting"]) == {*names, "context=zeroed", "context=shuffled"}
     assert frame.groupby("setting")["clip_id"].nunique().eq(3).to_dict()[""]
 
 
@@ -124,7 +122,7 @@ def test_matches_equal_the_decoding_forward() -> None:
 def test_the_batch_size_changes_nothing(clips_per_batch: int) -> None:
     drafter = tiny_drafter(TARGET, 1)
     source = random_source(drafter, 5)
-    settings = [*REVEALED, *DIFFICULTY, AnchorSetting(rounds=3)]
+    settings = [*SETTINGS, AnchorSetting(rounds=3)]
     whole = rows_of(drafter, PIECES, source, settings=settings, clips_per_batch=5)
     cut = rows_of(drafter, PIECES, source, settings=settings, clips_per_batch=clips_per_batch)
     assert whole == cut
@@ -208,7 +206,7 @@ def test_an_oracle_of_states_needs_its_own_context() -> None:
     """The oracle reads which clip it is from the states: zeroed or swapped, it is wrong."""
     source = oracle_source(4, new=25)
     oracle = Oracle([item.input_ids for item in source.items], 30)
-    rows = rows_of(oracle, oracle.pieces(), source, settings=[AnchorSetting(), *DIFFICULTY])
+    rows = rows_of(oracle, oracle.pieces(), source, settings=SETTINGS)
     share = {
         name: np.mean([r["n_accepted"] / r["n_slots"] for r in rows if r["setting"] == name])
         for name in ("", "context=zeroed", "context=shuffled")
@@ -227,7 +225,7 @@ def test_every_clip_gets_another_clips_context(n_clips: int) -> None:
         other_clips(1, 0)
 
 
-def test_texts_without_anchor_are_left_out_and_limit_takes_the_first() -> None:
+def test_texts_without_anchor_are_left_out() -> None:
     items = oracle_source(4, new=25).items
     one = dataclasses.replace(
         items[1],
@@ -236,8 +234,8 @@ def test_texts_without_anchor_are_left_out_and_limit_takes_the_first() -> None:
     )
     source = ListSource([items[0], one, items[2], items[3]])
     oracle = Oracle([item.input_ids for item in items], 30)
-    rows = rows_of(oracle, oracle.pieces(), source, limit=2)
-    assert {r["clip_id"] for r in rows} == {"clip-0", "clip-2"}
+    rows = rows_of(oracle, oracle.pieces(), source)
+    assert {r["clip_id"] for r in rows} == {"clip-0", "clip-2", "clip-3"}
 
 
 def test_facts_come_from_the_drafters_config() -> None:

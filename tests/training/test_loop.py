@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from vflash_analysis.records import TRAINING, read_records
 from vflash_analysis.training import checkpoints, loop
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.checkpoints import latest_checkpoint
-from vflash_analysis.training.loop import TrainResult, train
+from vflash_analysis.training.loop import train
 from vflash_analysis.training.objectives import compute_loss
 
 TARGET = tiny_target(0, dtype=torch.float32)
@@ -49,19 +50,27 @@ def new() -> Any:
     return tiny_drafter(TARGET, 1)
 
 
-def run(out: Path, drafter: Any = None, source: Any = None, **keywords: Any) -> TrainResult:
+def run(out: Path, drafter: Any = None, source: Any = None, **keywords: Any) -> Path:
     chosen = keywords.pop("settings", settings())
     data = random_source(new(), 7) if source is None else source
     keywords.setdefault("log", lambda line: None)
     return train(drafter or new(), PIECES, data, chosen, out, **keywords)
 
 
-def weights(result: TrainResult) -> dict[str, torch.Tensor]:
-    return load_drafter(result.drafter_folder, TARGET).state_dict()
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_drafter(folder, TARGET).state_dict()
 
 
-def rows_without_time(result: TrainResult) -> list[dict[str, Any]]:
-    frame = read_records(result.records, TRAINING).drop(columns="seconds")
+def records(folder: Path) -> pd.DataFrame:
+    return read_records(folder.parent / "training.parquet", TRAINING)
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    return load_drafter(folder, TARGET).config.training
+
+
+def rows_without_time(folder: Path) -> list[dict[str, Any]]:
+    frame = records(folder).drop(columns="seconds")
     return [{k: str(v) for k, v in row.items()} for row in frame.to_dict("records")]
 
 
@@ -85,8 +94,8 @@ def test_20_steps_are_10_and_10_more_bit_for_bit(tmp_path: Path, objective: str)
         tmp_path / "b", settings=chosen, validation=validation, log_every=4, log=lines.append
     )
     assert "resuming after step 10 of 20" in lines
-    assert straight.drafter_sha256 == resumed.drafter_sha256
-    assert straight.forward_equivalents == resumed.forward_equivalents
+    assert drafter_sha256(straight) == drafter_sha256(resumed)
+    assert facts(straight) == facts(resumed)
     first, second = weights(straight), weights(resumed)
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert rows_without_time(straight) == rows_without_time(resumed)
@@ -128,7 +137,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(
     found = latest_checkpoint(root)
     assert found is not None and found[1]["step"] == 5
     resumed = run(tmp_path / "b", settings=chosen)
-    assert resumed.drafter_sha256 == straight.drafter_sha256
+    assert drafter_sha256(resumed) == drafter_sha256(straight)
 
 
 def test_only_the_newest_checkpoint_stays_and_none_after_the_end(tmp_path: Path) -> None:
@@ -195,11 +204,11 @@ def test_target_head_and_embedding_stay_the_targets(tmp_path: Path, tie: bool) -
     drafter = tiny_drafter(target, 1)
     start = copy.deepcopy(drafter.state_dict())
     data, chosen = random_source(drafter, 7), settings(steps=3)
-    result = train(drafter, target_pieces(target), data, chosen, tmp_path, log=lambda line: None)
+    folder = train(drafter, target_pieces(target), data, chosen, tmp_path, log=lambda line: None)
     for name, value in target.model.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(p.grad is None for p in target.model.parameters())
-    saved = load_drafter(result.drafter_folder, target).state_dict()
+    saved = load_drafter(folder, target).state_dict()
     assert saved.keys() == start.keys()
     assert not any(v.shape[0] == target.vocab_size for v in saved.values())
     # Every weight of the drafter is trained, norms that start at 1 included.
@@ -221,9 +230,9 @@ def test_a_drafter_that_cannot_be_saved_is_found_out_before_the_first_step(
 
 def test_half_precision_drafters_are_trained_in_fp32(tmp_path: Path) -> None:
     drafter = new().to(torch.bfloat16)
-    result = run(tmp_path, drafter, settings=settings(steps=2))
+    folder = run(tmp_path, drafter, settings=settings(steps=2))
     assert {p.dtype for p in drafter.parameters()} == {torch.float32}
-    assert {v.dtype for v in weights(result).values()} == {torch.float32}
+    assert {v.dtype for v in weights(folder).values()} == {torch.float32}
 
 
 def test_no_supervised_tokens_is_an_error_before_the_first_step(tmp_path: Path) -> None:
@@ -239,46 +248,47 @@ def test_no_supervised_tokens_is_an_error_before_the_first_step(tmp_path: Path) 
         run(tmp_path, source=ListSource(items), loss=killed_after(0))
     mixed = ListSource([*items[:3], *random_source(new(), 2).items])
     lines: list[str] = []
-    result = run(tmp_path, source=mixed, settings=settings(steps=2), log=lines.append)
+    folder = run(tmp_path, source=mixed, settings=settings(steps=2), log=lines.append)
     assert any("kept 2 of 5" in line for line in lines)
-    assert set(mixed.read) == {"clip-0", "clip-1"} and result.training_clips == 2
+    assert set(mixed.read) == {"clip-0", "clip-1"} and facts(folder)["training_clips"] == 2
 
 
 def test_training_clips_is_a_prefix_of_the_data(tmp_path: Path) -> None:
     source = random_source(new(), 9)
-    result = run(tmp_path, source=source, settings=settings(steps=4, training_clips=3))
-    assert set(source.read) == {"clip-0", "clip-1", "clip-2"} and result.training_clips == 3
+    folder = run(tmp_path, source=source, settings=settings(steps=4, training_clips=3))
+    assert (
+        set(source.read) == {"clip-0", "clip-1", "clip-2"} and facts(folder)["training_clips"] == 3
+    )
 
 
 def test_records_and_config_tell_the_run(tmp_path: Path) -> None:
     chosen = settings(steps=12, evaluate_every=5, revealed_weight=0.5)
     validation = random_source(new(), 3, prompt=14)
-    result = run(tmp_path, settings=chosen, validation=validation, log_every=5, setting="x")
-    frame = read_records(result.records, TRAINING)
+    folder = run(tmp_path, settings=chosen, validation=validation, log_every=5)
+    frame = records(folder)
     assert frame["step"].tolist() == [5, 5, 10, 10, 12, 12]
-    assert frame["setting"].tolist() == ["x", "x,validation"] * 3
-    assert set(frame["drafter_sha256"]) == {drafter_sha256(result.drafter_folder)}
+    assert frame["setting"].tolist() == ["", "validation"] * 3
+    assert set(frame["drafter_sha256"]) == {drafter_sha256(folder)}
     assert set(frame["target_sha256"]) == {TARGET.source_sha256}
     constant = {"objective": "self_reveal", "train_seed": 1, "steps": 12, "training_clips": 7}
     constant |= {"revealed_weight": 0.5, "anchors_per_clip": 3}
     constant |= {"device": device_label("cpu")}
     assert all(set(frame[name]) == {value} for name, value in constant.items())
-    assert frame["forward_equivalents"].unique().tolist() == [result.forward_equivalents]
-    assert frame["forward_equivalents_done"].iloc[-1] == result.forward_equivalents
+    total = facts(folder)["forward_equivalents"]
+    assert frame["forward_equivalents"].unique().tolist() == [total]
+    assert frame["forward_equivalents_done"].iloc[-1] == total
     assert (frame["loss"] - frame["loss_mask"] - frame["loss_flow"]).abs().max() < 1e-9
     assert all(len(values) == 15 for values in frame["slot_accuracy"])
-    config = load_drafter(result.drafter_folder, TARGET).config
-    assert config.training["objective"] == "self_reveal"
-    assert config.training["forward_equivalents"] == result.forward_equivalents
-    assert config.training["settings"]["gamma"] == 7.0
+    assert facts(folder)["objective"] == "self_reveal"
+    assert facts(folder)["settings"]["gamma"] == 7.0
 
 
 def test_training_learns_a_text(tmp_path: Path) -> None:
     """One clip, many steps: the drafter must learn it by heart, in both states."""
     chosen = settings(steps=120, clips_per_step=1, anchors_per_clip=8, learning_rate=5e-3)
     source = random_source(new(), 1, new=(20,))
-    result = run(tmp_path, source=source, settings=chosen, log_every=20)
-    frame = read_records(result.records, TRAINING)
+    folder = run(tmp_path, source=source, settings=chosen, log_every=20)
+    frame = records(folder)
     first, last = frame.iloc[0], frame.iloc[-1]
     assert last["loss_mask"] < 0.2 < first["loss_mask"] and last["loss_flow"] < 0.2
     assert last["slot_accuracy"][0] > 0.95
@@ -295,9 +305,9 @@ def test_a_loss_of_another_kind_trains_too(tmp_path: Path) -> None:
         return parts._replace(sums={})
 
     chosen = settings(steps=3, objective="mask_only")
-    result = run(tmp_path, settings=chosen, loss=only_the_next_token, compute=lambda sums: 2.0)
-    assert result.forward_equivalents == 6.0
-    assert read_records(result.records, TRAINING)["slot_accuracy"].isna().all()
+    folder = run(tmp_path, settings=chosen, loss=only_the_next_token, compute=lambda sums: 2.0)
+    assert facts(folder)["forward_equivalents"] == 6.0
+    assert records(folder)["slot_accuracy"].isna().all()
 
 
 def test_long_contexts_are_cut_into_micro_batches(
@@ -329,9 +339,9 @@ def test_autocast_keeps_fp32_masters_and_learns(tmp_path: Path) -> None:
         dataclasses.replace(item, states=item.states.bfloat16()) for item in source.items
     ]
     drafter = new()
-    result = run(
+    folder = run(
         tmp_path, drafter, source=source, settings=chosen, mixed_precision="bf16", log_every=5
     )
-    loss = read_records(result.records, TRAINING)["loss_mask"]
+    loss = records(folder)["loss_mask"]
     assert loss.iloc[-1] < 0.8 * loss.iloc[0]
     assert {p.dtype for p in drafter.parameters()} == {torch.float32}

@@ -18,7 +18,7 @@ from vflash_analysis.training.batches import FlowBatch
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.compute import context_cost, forward_equivalents
 from vflash_analysis.training.objectives import compute_loss
-from vflash_analysis.training.progress import Progress, Window, duration
+from vflash_analysis.training.progress import Progress, Window
 from vflash_analysis.training.step import (
     TrainingStep,
     gradient_step,
@@ -199,16 +199,5 @@ def test_progress_prints_plain_lines_and_always_the_last() -> None:
         progress.update(done, "loss 1.0")
     assert len(lines) == 2
     assert lines[0].startswith("step 41/50 | loss 1.0 | ") and lines[0].endswith(" left")
-    assert lines[1].startswith("step 50/50") and lines[1].endswith("0 s left")
+    assert lines[1].startswith("step 50/50") and lines[1].endswith("| 0:00 left")
     assert not any("\r" in line or "\n" in line for line in lines)
-
-
-def test_durations_read_as_people_say_them() -> None:
-    assert [duration(s) for s in (0, 59.4, 61, 3599, 3600, 12_060)] == [
-        "0 s",
-        "59 s",
-        "1 min 01 s",
-        "59 min 59 s",
-        "1 h 00 min",
-        "3 h 21 min",
-    ]

@@ -134,17 +134,15 @@ class Oracle(nn.Module):
     def project(self, states: Tensor, keep: Tensor | None = None) -> Tensor:
         return states[..., :1]
 
-    def context_keys_values(self, hidden: Tensor, positions: Tensor) -> None:
-        return None
+    def context_keys_values(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        return hidden
 
     def forward_blocks(
         self,
         noise_embeds: Tensor,
         context_hidden: Tensor,
-        context_positions: Tensor,
         block_positions: Tensor,
         visible: Tensor,
-        context_keys_values: None = None,
     ) -> Tensor:
         self.seen.append(noise_embeds[..., 0].long())
         out = torch.zeros(*block_positions.shape, self.vocabulary, dtype=torch.float64)

@@ -18,7 +18,7 @@ import torch
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
 from vflash_analysis.config import DecodeSettings
-from vflash_analysis.decoding.huggingface import OutsideGeneration, generate_outside
+from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.loop import Cycle, Generation, decode
 from vflash_analysis.decoding.lossless import ExactLogits, judge
 from vflash_analysis.decoding.plan import Planned
@@ -237,7 +237,7 @@ class ClipDecoder:
             "output_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
             "status": "ok",
         }
-        if isinstance(found, OutsideGeneration):
+        if found.prefill_s is not None:
             return row | {"prefill_s": found.prefill_s}, []
         row |= {
             "vision_s": prefill.vision_s,
@@ -254,7 +254,7 @@ class ClipDecoder:
         pixel_values: torch.Tensor,
         cache: KVCache,
         prefill: Prefill,
-    ) -> Generation | OutsideGeneration:
+    ) -> Generation:
         cap = self._settings.max_new_tokens
         if planned.method is None:
             return generate_outside(self._target, input_ids, pixel_values, cap, planned.network)

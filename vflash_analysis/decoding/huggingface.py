@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from vflash_analysis.decoding.loop import LENGTH, STOP_TOKEN
+from vflash_analysis.decoding.loop import LENGTH, STOP_TOKEN, Generation
 from vflash_analysis.model.target import Target
 
 
@@ -40,27 +39,6 @@ class _Arrivals(BaseStreamer):
         self.end_s = self._clock()
 
 
-@dataclass(frozen=True)
-class OutsideGeneration:
-    """What `generate` produced.
-
-    Attributes:
-        token_ids: new tokens, a stop token included.
-        stop_reason: as in `loop.Generation`.
-        prefill_s: from the call to the first token, vision included.
-        decode_s: from the first token to the end.
-        verify_calls: target forwards after the prefill.
-        draft_calls: drafter forwards.
-    """
-
-    token_ids: list[int]
-    stop_reason: str
-    prefill_s: float
-    decode_s: float
-    verify_calls: int
-    draft_calls: int
-
-
 def generate_outside(
     target: Target,
     input_ids: torch.Tensor,
@@ -68,7 +46,7 @@ def generate_outside(
     max_new_tokens: int,
     drafter: Any = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> OutsideGeneration:
+) -> Generation:
     """Greedy `generate` from pixels and prompt.
 
     Args:
@@ -118,7 +96,7 @@ def generate_outside(
             handle.remove()
     token_ids = output[0, len(input_ids) :].tolist()
     first_s = arrivals.times_s[1]
-    return OutsideGeneration(
+    return Generation(
         token_ids=token_ids,
         stop_reason=STOP_TOKEN if token_ids[-1] in target.stop_ids else LENGTH,
         prefill_s=first_s - begin_s,

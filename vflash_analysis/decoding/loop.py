@@ -66,6 +66,8 @@ class Generation:
             the prompt included; 0.0 if the first token is the only one.
         context_projection_s: the drafter's projection of the prompt alone.
         draft_calls: forwards of the drafter.
+        verify_calls: target forwards after the prefill; in our loop one per cycle.
+        prefill_s: seconds to the first token, vision included, of a loop with a prefill of its own.
     """
 
     token_ids: list[int]
@@ -74,11 +76,8 @@ class Generation:
     decode_s: float = 0.0
     context_projection_s: float = 0.0
     draft_calls: int = 0
-
-    @property
-    def verify_calls(self) -> int:
-        """Target forwards after the prefill: one per cycle."""
-        return len(self.cycles)
+    verify_calls: int = 0
+    prefill_s: float | None = None
 
 
 def cut_at_stop(
@@ -109,28 +108,6 @@ def target_ranks(slot_scores: torch.Tensor, token_ids: Sequence[int]) -> list[in
     ids = torch.arange(scores.shape[-1], device=scores.device)
     before = (scores > own) | ((scores == own) & (ids < wanted))
     return before.sum(-1).tolist()
-
-
-def check_room(
-    method: Method, prompt_tokens: int, max_new_tokens: int, cache: KVCache, max_positions: int
-) -> None:
-    """Refuses a text that could outgrow the cache or the target's positions.
-
-    The last cycle's anchor stands at prompt + max_new - 2 at most, its drafts after it.
-    """
-    rows = prompt_tokens + max(max_new_tokens - 1, 0) + method.max_draft_tokens
-    if max_new_tokens > 1 and rows > cache.capacity:
-        raise InputError(
-            f"cache: {method.name} needs {prompt_tokens} prompt + {max_new_tokens - 1} new + "
-            f"{method.max_draft_tokens} draft rows, the cache holds {cache.capacity}"
-        )
-    positions = prompt_tokens + max(max_new_tokens - 1, 0) + method.max_depth
-    if positions > max_positions:
-        raise InputError(
-            f"prompt of {prompt_tokens} tokens: with {max_new_tokens} new tokens and drafts "
-            f"{method.max_depth} ahead {method.name} needs {positions} positions, the target has "
-            f"{max_positions}"
-        )
 
 
 class Verifier:
@@ -201,14 +178,13 @@ def decode(
         stop_ids: tokens that end the text; by default the target's.
 
     Raises:
-        InputError: no room (see `check_room`), or the cache does not hold just the prompt.
+        InputError: the cache does not hold just the prompt, or is too small for the text.
     """
     prompt_tokens = int(input_ids.shape[0])
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens: found {max_new_tokens}, allowed is 1 or more")
     if cache.length != prompt_tokens:
         raise InputError(f"cache: holds {cache.length} rows, the prompt has {prompt_tokens}")
-    check_room(method, prompt_tokens, max_new_tokens, cache, target.max_positions)
     stop_ids = target.stop_ids if stop_ids is None else stop_ids
     timer = Timer(target.device) if timer is None else timer
 
@@ -228,7 +204,7 @@ def decode(
             timer.lap("other_s")
             chosen, tapped = verifier.choices(*inputs)
             timer.lap("verify_s")
-            rows, _ = accept_walk(proposal.token_ids, proposal.parents, chosen)
+            rows = accept_walk(proposal.token_ids, proposal.parents, chosen)
             walked = [chosen[row] for row in rows]
             new, stop_reason = cut_at_stop(walked, max_new_tokens - len(token_ids), stop_ids)
             # The last committed token is the next anchor and has no row yet: one row per token.
@@ -263,4 +239,6 @@ def decode(
             )
     decode_s = timer.elapsed_s
     assert stop_reason is not None
-    return Generation(token_ids, stop_reason, cycles, decode_s, projection_s, draft_calls)
+    return Generation(
+        token_ids, stop_reason, cycles, decode_s, projection_s, draft_calls, len(cycles)
+    )

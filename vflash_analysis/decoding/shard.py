@@ -9,9 +9,7 @@ loops run in the same pass where `decode.methods` names `hf_generate` or `hf_dfl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +31,6 @@ from vflash_analysis.records import (
 from vflash_analysis.training.progress import Progress
 
 
-@dataclass(frozen=True)
-class ShardResult:
-    """What a shard came to.
-
-    Attributes:
-        n_clips: planned clips. n_failed_clips: those with no usable text at all.
-        n_rows: measured texts. n_failed_rows: decodes that failed.
-        n_compared: texts compared with plain greedy decoding. n_identical: equal ones.
-        n_near_ties: differences that rounding explains.
-        seconds: of this call; clips done before are not in it.
-    """
-
-    n_clips: int
-    n_failed_clips: int
-    n_rows: int
-    n_failed_rows: int
-    n_compared: int
-    n_identical: int
-    n_near_ties: int
-    seconds: float
-
-
 def decode_shard(
     target: Target,
     drafters: Mapping[str, Path],
@@ -64,7 +40,7 @@ def decode_shard(
     out_folder: str | Path,
     facts: ShardFacts,
     log: Callable[[str], None] = print,
-) -> ShardResult:
+) -> None:
     """Decode clips with every method and write `generations.parquet` and `cycles.parquet`.
 
     The first `warmup_clips` clips of every call are decoded once more beforehand, by all methods,
@@ -87,7 +63,6 @@ def decode_shard(
     """
     if not clips:
         raise InputError("decode: found no clips")
-    begun = time.perf_counter()
     out_folder = Path(out_folder)
     planned = plan_methods(target, drafters, settings)
     decoder = ClipDecoder(target, planned, reader, settings, facts)
@@ -109,7 +84,7 @@ def decode_shard(
     ids = [clip.clip_id for clip in clips]
     merge_parts(out_folder, CYCLES, ids)
     merge_parts(out_folder, GENERATIONS, ids)
-    return _conclude(target, out_folder, time.perf_counter() - begun, log)
+    _conclude(target, out_folder, log)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -151,34 +126,23 @@ def _is_finished(
     )
 
 
-def _conclude(
-    target: Target, folder: Path, seconds: float, log: Callable[[str], None]
-) -> ShardResult:
-    """Counts over the merged table, the losslessness check, and a last line."""
+def _conclude(target: Target, folder: Path, log: Callable[[str], None]) -> None:
+    """A last line with counts over the merged table, and the losslessness check."""
     rows = read_records(folder / f"{GENERATIONS.name}.parquet", GENERATIONS)
     measured = rows.loc[~rows["warmup"]]
     ok = measured.loc[measured["status"] == "ok"]
     compared = ok.loc[ok["identical_to_ar"].notna()]
-    result = ShardResult(
-        n_clips=measured["clip_id"].nunique(),
-        n_failed_clips=measured["clip_id"].nunique() - ok["clip_id"].nunique(),
-        n_rows=len(measured),
-        n_failed_rows=len(measured) - len(ok),
-        n_compared=len(compared),
-        n_identical=int(compared["identical_to_ar"].sum()),
-        n_near_ties=int((compared["divergence_kind"] == NEAR_TIE).sum()),
-        seconds=seconds,
-    )
+    n_clips = measured["clip_id"].nunique()
     log(
-        f"{result.n_clips - result.n_failed_clips} of {result.n_clips} clips decoded; "
-        f"{result.n_identical} of {result.n_compared} texts identical to greedy decoding, "
-        f"{result.n_near_ties} near ties; {result.n_failed_rows} of {result.n_rows} decodes failed"
+        f"{ok['clip_id'].nunique()} of {n_clips} clips decoded; "
+        f"{int(compared['identical_to_ar'].sum())} of {len(compared)} texts identical to greedy "
+        f"decoding, {int((compared['divergence_kind'] == NEAR_TIE).sum())} near ties; "
+        f"{len(measured) - len(ok)} of {len(measured)} decodes failed"
     )
     if ok.empty:
         first = measured.iloc[0]
         raise InputError(
-            f"{first['benchmark']}: none of {result.n_clips} clips could be decoded; first: clip "
+            f"{first['benchmark']}: none of {n_clips} clips could be decoded; first: clip "
             f"{first['clip_id']}: {first['reason']}"
         )
     check_lossless(target.dtype, rows)
-    return result

@@ -10,7 +10,7 @@ import pandas as pd
 from vflash_analysis.clips.prepare import open_reader, suite_list
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
-from vflash_analysis.decoding.shard import ShardResult, decode_shard
+from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.records import GENERATIONS, read_records
 from vflash_analysis.training.pipeline import open_target
 
@@ -24,7 +24,7 @@ def decode_suite(
     target_folder: Path,
     drafters: Mapping[str, Path],
     out_folder: Path,
-) -> ShardResult:
+) -> None:
     """Decode the clips of one suite and sample seed with every method; resumes.
 
     Args:
@@ -48,7 +48,7 @@ def decode_suite(
     folders = {name: folder / "drafter" for name, folder in drafters.items()}
     target = open_target(settings, target_folder)
     with open_reader(settings.clips) as reader:
-        return decode_shard(target, folders, clips, reader, settings.decode, out_folder, facts)
+        decode_shard(target, folders, clips, reader, settings.decode, out_folder, facts)
 
 
 def _measured(out_folder: Path) -> pd.DataFrame:

@@ -25,13 +25,11 @@ class Tree:
     Attributes:
         token_ids: drafted token of each node.
         parents: index of each node's parent node, -1 for the anchor.
-        depths: 1 for the anchor's children, parent's depth + 1 below.
         logprobs: the drafter's log-probability of each node's own token in its slot.
     """
 
     token_ids: list[int]
     parents: list[int]
-    depths: list[int]
     logprobs: list[float]
 
 
@@ -87,9 +85,7 @@ def grow_tree(
     n_slots, k = len(slot_ids), len(slot_ids[0]) if slot_ids else 0
     tokens: list[int] = []
     parents: list[int] = []
-    depths: list[int] = []
     own: list[float] = []
-    scores: list[float] = []
     # Candidate: (-score, order of offering, parent node, parent's score, slot, rank).
     heap: list[tuple[float, int, int, float, int, int]] = []
     offered = 0
@@ -102,12 +98,10 @@ def grow_tree(
             push(heap, (-(parent_score + logprob), offered, parent, parent_score, slot, rank))
             offered += 1
 
-    def add(parent: int, score: float, slot: int, rank: int) -> None:
+    def add(parent: int, slot: int, rank: int) -> None:
         tokens.append(slot_ids[slot][rank])
         parents.append(parent)
-        depths.append(slot + 1)
         own.append(slot_logprobs[slot][rank])
-        scores.append(score)
 
     if n_nodes > 0 and n_slots > 0 and k > 0:
         if spine_first:
@@ -119,19 +113,19 @@ def grow_tree(
                 if k > 1:
                     offer(parent, score, slot, 1)
                 score += logprob
-                add(parent, score, slot, 0)
+                add(parent, slot, 0)
                 parent = slot
         else:
             offer(-1, 0.0, 0, 0)
     while heap and len(tokens) < n_nodes:
         negative_score, _, parent, parent_score, slot, rank = pop(heap)
         node = len(tokens)
-        add(parent, -negative_score, slot, rank)
+        add(parent, slot, rank)
         if rank + 1 < k:
             offer(parent, parent_score, slot, rank + 1)
         if slot + 1 < n_slots:
             offer(node, -negative_score, slot + 1, 0)
-    return Tree(tokens, parents, depths, own)
+    return Tree(tokens, parents, own)
 
 
 def tree_depths(
@@ -186,7 +180,7 @@ def ancestor_mask(parents: Sequence[int]) -> torch.Tensor:
 
 def accept_walk(
     token_ids: Sequence[int], parents: Sequence[int], target_argmax: Sequence[int]
-) -> tuple[list[int], int]:
+) -> list[int]:
     """Follow the target's own greedy choices down the tree.
 
     Args:
@@ -195,8 +189,8 @@ def accept_walk(
         target_argmax: n + 1 tokens, the target's choice after row 0 (anchor) and each node.
 
     Returns:
-        rows: the rows walked, [0] (the anchor) then one row per accepted draft, in order.
-        correction: the target's token after the last of them.
+        The rows walked, [0] (the anchor) then one row per accepted draft, in order. The target's
+        choice after the last of them is the correction.
 
     Raises:
         InputError: `target_argmax` does not have n + 1 entries.
@@ -213,4 +207,4 @@ def accept_walk(
         if parent + 1 == rows[-1] and token == wanted:
             rows.append(node + 1)
             wanted = target_argmax[node + 1]
-    return rows, wanted
+    return rows

@@ -19,7 +19,7 @@ VERIFY_ROWS = 61  # the anchor and 60 tree nodes: the most rows one verify appen
 
 
 class KVCache(Cache):
-    """Keys and values of all layers in two tensors (L, B, H_kv, capacity, D).
+    """Keys and values of all layers in two tensors (L, 1, H_kv, capacity, D).
 
     Implements the calls Hugging Face models and `generate` make (`update`, `get_seq_length`,
     `get_mask_sizes`, `crop(-n)`, ...) and the three that speculative decoding needs: `drop`,
@@ -32,7 +32,6 @@ class KVCache(Cache):
         capacity: rows that fit; an append beyond it raises `InputError`.
         dtype: of keys and values.
         device: of keys and values.
-        batch_size: B; decoding uses 1.
     """
 
     def __init__(
@@ -43,19 +42,18 @@ class KVCache(Cache):
         capacity: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        batch_size: int = 1,
     ) -> None:
         super().__init__(layers=[])
-        if min(num_layers, num_kv_heads, head_dim, capacity, batch_size) < 1:
+        if min(num_layers, num_kv_heads, head_dim, capacity) < 1:
             raise InputError(
                 f"KV cache: sizes must be positive, found {num_layers} layers, {num_kv_heads} "
-                f"heads, head dim {head_dim}, capacity {capacity}, batch {batch_size}"
+                f"heads, head dim {head_dim}, capacity {capacity}"
             )
-        shape = (num_layers, batch_size, num_kv_heads, capacity, head_dim)
+        shape = (num_layers, 1, num_kv_heads, capacity, head_dim)
         # Allocated as ordinary tensors even inside inference mode: they may be written outside it.
         with torch.inference_mode(False):
-            self._k = torch.empty(shape, dtype=dtype, device=device)  # (L, B, H_kv, capacity, D)
-            self._v = torch.empty(shape, dtype=dtype, device=device)  # (L, B, H_kv, capacity, D)
+            self._k = torch.empty(shape, dtype=dtype, device=device)  # (L, 1, H_kv, capacity, D)
+            self._v = torch.empty(shape, dtype=dtype, device=device)  # (L, 1, H_kv, capacity, D)
             self._k_of = list(self._k.unbind(0))
             self._v_of = list(self._v.unbind(0))
         self.capacity = capacity
@@ -72,7 +70,7 @@ class KVCache(Cache):
         return len(self._lengths)
 
     def keys_values(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of one layer's rows: keys and values, each (B, H_kv, length, D)."""
+        """Views of one layer's rows: keys and values, each (1, H_kv, length, D)."""
         end = self._lengths[layer_idx]
         return self._k_of[layer_idx].narrow(2, 0, end), self._v_of[layer_idx].narrow(2, 0, end)
 
@@ -84,7 +82,7 @@ class KVCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append rows (B, H_kv, q, D) to one layer and return views of all its rows.
+        """Append rows (1, H_kv, q, D) to one layer and return views of all its rows.
 
         Raises:
             InputError: the rows do not fit.
@@ -198,11 +196,6 @@ class KVCache(Cache):
         return False
 
     @property
-    def batch_size(self) -> int:
-        """Sequences B held side by side."""
-        return self._k.shape[1]
-
-    @property
     def is_croppable(self) -> bool:
         """Dropping rows restores the earlier state exactly."""
         return True
@@ -219,39 +212,17 @@ class KVCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer forgets."""
+        """No layer forgets, none is recurrent, each holds rows."""
         return [False] * len(self._lengths)
 
-    @property
-    def is_linear(self) -> list[bool]:
-        """No layer is recurrent."""
-        return [False] * len(self._lengths)
+    is_linear = is_dummy = is_sliding
 
-    @property
-    def is_dummy(self) -> list[bool]:
-        """Every layer holds rows."""
-        return [False] * len(self._lengths)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
         """Refused: decoding here is greedy, without beams.
 
         Raises:
             InputError: always.
         """
-        raise InputError("KV cache: beam search is not supported, decoding is greedy")
+        raise InputError("KV cache: beams and batches are not supported, decoding is greedy")
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused like `reorder_cache`.
-
-        Raises:
-            InputError: always.
-        """
-        raise InputError("KV cache: repeating the batch is not supported, decoding is greedy")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Refused like `reorder_cache`.
-
-        Raises:
-            InputError: always.
-        """
-        raise InputError("KV cache: selecting from the batch is not supported, decoding is greedy")
+    batch_repeat_interleave = batch_select_indices = reorder_cache

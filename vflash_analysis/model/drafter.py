@@ -5,13 +5,13 @@ The network itself is in `network.py`.
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from vflash_analysis.config import DrafterSettings
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.cache import BLOCK_SIZE, KVCache
+from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter, check_drafter_config
 from vflash_analysis.model.source import check_safetensors, read_object, text_config_sha256
@@ -71,36 +71,17 @@ def context_rows(is_video: torch.Tensor, context: str | float) -> torch.Tensor:
     return keep.nonzero().flatten()
 
 
-def drafter_config(
-    target: Target,
-    num_hidden_layers: int = 4,
-    num_tapped_layers: int = 4,
-    block_size: int = BLOCK_SIZE,
-    intermediate_size: int | None = None,
-    target_layer_ids: Sequence[int] | None = None,
-    context: str | float = "all",
-) -> VFlashConfig:
+def drafter_config(target: Target, settings: DrafterSettings) -> VFlashConfig:
     """Config of a drafter for a target: its sizes and rotary settings, and its identity.
 
-    Args:
-        target: the target.
-        num_hidden_layers: drafter layers.
-        num_tapped_layers: layers tapped by the default rule; unused when ids are given.
-        block_size: slots of a block, anchor included.
-        intermediate_size: of the MLP; None copies the target's.
-        target_layer_ids: tapped layers; None takes `default_tap_layers`.
-        context: see `context_rows`.
-
     Raises:
-        InputError: ids out of range, or rotary settings that are not implemented.
+        InputError: too many tapped layers, or rotary settings that are not implemented.
     """
-    if target_layer_ids is None:
-        target_layer_ids = default_tap_layers(target.num_layers, num_tapped_layers)
     text = target.text_config
     config = VFlashConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or text.intermediate_size,
-        num_hidden_layers=num_hidden_layers,
+        intermediate_size=settings.intermediate_size or text.intermediate_size,
+        num_hidden_layers=settings.num_hidden_layers,
         num_attention_heads=text.num_attention_heads,
         num_key_value_heads=target.num_kv_heads,
         head_dim=target.head_dim,
@@ -108,16 +89,16 @@ def drafter_config(
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=target.max_positions,
         rope_parameters=dict(text.rope_parameters),
-        block_size=block_size,
+        block_size=settings.block_size,
         mask_token_id=target.mask_token_id,
-        target_layer_ids=list(target_layer_ids),
+        target_layer_ids=list(default_tap_layers(target.num_layers, settings.num_tapped_layers)),
         target_num_layers=target.num_layers,
         target_source=target.source,
         target_revision=target.revision,
         target_sha256=target.source_sha256,
         target_text_config_sha256=text_config_sha256(text),
         vocab_size=target.vocab_size,
-        context=context,
+        context=settings.context,
     )
     check_drafter_config(config)
     return config
@@ -136,6 +117,15 @@ def new_drafter(
     return drafter.to(device=device, dtype=dtype)
 
 
+def _check_saved(folder: str | Path) -> Path:
+    """The folder of a saved drafter, its config there and its weights whole."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder}: found no drafter (config.json)")
+    check_safetensors(folder / "model.safetensors")
+    return folder
+
+
 def load_drafter(folder: str | Path, target: Target) -> VFlashDrafter:
     """Load a saved drafter in the target's dtype and place, checked against the target.
 
@@ -143,10 +133,7 @@ def load_drafter(folder: str | Path, target: Target) -> VFlashDrafter:
         InputError: a file is missing or damaged, weights do not fit the config, or the drafter
             belongs to another target.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: found no drafter (config.json)")
-    check_safetensors(folder / "model.safetensors")
+    folder = _check_saved(folder)
     drafter, info = VFlashDrafter.from_pretrained(
         folder, dtype=target.dtype, local_files_only=True, output_loading_info=True
     )
@@ -167,6 +154,8 @@ def check_drafter_matches(drafter: VFlashDrafter, target: Target) -> None:
     facts = [
         ("hidden_size", config.hidden_size, target.hidden_size),
         ("vocab_size", config.vocab_size, target.vocab_size),
+        # What fits the target fits the drafter, so lengths are checked once.
+        ("max_position_embeddings", config.max_position_embeddings, target.max_positions),
         ("target_num_layers", config.target_num_layers, target.num_layers),
         (
             "text config",
@@ -205,10 +194,7 @@ def drafter_sha256(folder: str | Path) -> str:
     Raises:
         InputError: a file is missing or damaged.
     """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder}: found no drafter (config.json)")
-    check_safetensors(folder / "model.safetensors")
+    folder = _check_saved(folder)
     config = read_object(folder / "config.json")
     kept = {name: value for name, value in config.items() if name not in NOT_IDENTITY}
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())

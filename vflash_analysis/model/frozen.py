@@ -196,15 +196,7 @@ class Target:
         """
         if num_frames < 1:
             raise InputError(f"num_frames: found {num_frames}, allowed: at least 1")
-        ids = inputs.prompt_ids(
-            question,
-            num_frames * self.tokens_per_frame + 1,
-            self.tokenizer,
-            self.template,
-            self.template_file,
-            self.video_token_id,
-            self.image_token_id,
-        )
+        ids = inputs.prompt_ids(self, question, num_frames * self.tokens_per_frame + 1)
         return torch.tensor(ids, dtype=torch.long, device=self.device)
 
     def check_lengths(
@@ -313,14 +305,7 @@ class Target:
             raise InputError(
                 f"prefill: prompt of {len(input_ids)} tokens, allowed: at most {self.max_positions}"
             )
-        inputs.check_placeholders(
-            input_ids,
-            pixel_values,
-            self.tokens_per_frame,
-            self.template_file,
-            self.video_token_id,
-            self.image_token_id,
-        )
+        inputs.check_placeholders(self, input_ids, pixel_values)
         start = self._clock()
         features = None if pixel_values is None else self.encode_video(pixel_values)
         encoded = self._clock()

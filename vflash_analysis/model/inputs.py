@@ -1,15 +1,20 @@
 """From frames and a question to the target's inputs, in plain torch, as its files say."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.source import read_object
+
+if TYPE_CHECKING:
+    from vflash_analysis.model.frozen import Target
 
 # Interpolation codes of preprocessor files (Pillow's) that a video model may ask for.
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
@@ -137,42 +142,31 @@ def pixel_values(
     return ((pixels * settings.rescale_factor - mean) / std).to(dtype)[None]
 
 
-def prompt_ids(
-    question: str,
-    video_tokens: int,
-    tokenizer: Any,
-    template: str,
-    template_file: str,
-    video_id: int,
-    image_id: int,
-) -> list[int]:
+def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
     """Token ids of one user turn with a video and a question, ready for the answer.
 
     Args:
+        target: its tokenizer and chat template are used.
         question: the user's text.
         video_tokens: placeholders that the template's single `<video>` becomes.
-        tokenizer: the target's.
-        template: chat template.
-        template_file: where it came from, for messages.
-        video_id: id of `<video>`.
-        image_id: id of `<image>`.
 
     Raises:
         InputError: the template, or a question that spells a placeholder, does not give exactly
             one video placeholder and no image.
     """
     content = [{"type": "video"}, {"type": "text", "text": question}]
-    text = tokenizer.apply_chat_template(
+    text = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}],
-        chat_template=template,
+        chat_template=target.template,
         add_generation_prompt=True,
         tokenize=False,
     )
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    videos, images = ids.count(video_id), ids.count(image_id)
+    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    video_id = target.video_token_id
+    videos, images = ids.count(video_id), ids.count(target.image_token_id)
     if videos != 1 or images:
         raise InputError(
-            f"{template_file}: the chat template with this question gives {videos} video and "
+            f"{target.template_file}: the chat template with this question gives {videos} video and "
             f"{images} image placeholders, allowed: 1 video"
         )
     place = ids.index(video_id)
@@ -180,29 +174,21 @@ def prompt_ids(
 
 
 def check_placeholders(
-    input_ids: torch.Tensor,
-    pixels: torch.Tensor | None,
-    tokens_per_frame: int,
-    template_file: str,
-    video_id: int,
-    image_id: int,
+    target: Target, input_ids: torch.Tensor, pixels: torch.Tensor | None
 ) -> None:
     """Refuse ids and pixels that do not belong together.
 
     Args:
+        target: tells placeholders and video tokens of a frame.
         input_ids: (P,)
         pixels: (1, T, 3, S, S) or None.
-        tokens_per_frame: video tokens of one frame.
-        template_file: named in messages.
-        video_id: id of `<video>`.
-        image_id: id of `<image>`.
 
     Raises:
         InputError: placeholders without pixels (the model would silently run on the placeholder's
             embedding), pixels without placeholders, or counts that differ.
     """
-    video_tokens = int((input_ids == video_id).sum())
-    if bool((input_ids == image_id).any()):
+    video_tokens = int((input_ids == target.video_token_id).sum())
+    if bool((input_ids == target.image_token_id).any()):
         raise InputError("prefill: found image placeholders, allowed: one video, no image")
     if pixels is None:
         if video_tokens:
@@ -215,10 +201,10 @@ def check_placeholders(
         raise InputError(
             f"prefill: found pixel values {tuple(pixels.shape)}, allowed: (1, T, 3, S, S)"
         )
-    expected = pixels.shape[1] * tokens_per_frame + 1
+    expected = pixels.shape[1] * target.tokens_per_frame + 1
     if video_tokens != expected:
         raise InputError(
             f"prefill: found {video_tokens} video placeholders for {pixels.shape[1]} frames, "
-            f"allowed: {expected} ({tokens_per_frame} a frame and a newline); check the chat "
-            f"template of {template_file}"
+            f"allowed: {expected} ({target.tokens_per_frame} a frame and a newline); check the chat "
+            f"template of {target.template_file}"
         )

@@ -302,7 +302,7 @@ class VFlashDrafter(PreTrainedModel):
     def append_context(
         self,
         context_hidden_states: torch.Tensor,
-        position_ids: torch.Tensor | None,
+        position_ids: torch.Tensor,
         cache: KVCache,
     ) -> None:
         """Project tapped states and append their keys and values, without drafting.
@@ -311,14 +311,9 @@ class VFlashDrafter(PreTrainedModel):
 
         Args:
             context_hidden_states: (B, C, n*H)
-            position_ids: (B, C); None continues at the cache's length.
+            position_ids: (B, C)
             cache: the drafter's cache.
         """
-        if position_ids is None:
-            held = cache.length
-            position_ids = torch.arange(
-                held, held + context_hidden_states.shape[1], device=context_hidden_states.device
-            )[None]
         keys_values = self.context_keys_values(self.project(context_hidden_states), position_ids)
         for number, (keys, values) in enumerate(keys_values):
             cache.update(keys, values, number)
@@ -343,11 +338,9 @@ class VFlashDrafter(PreTrainedModel):
     def forward_blocks(
         self,
         noise_embeds: torch.Tensor,
-        context_hidden: torch.Tensor | None,
-        context_positions: torch.Tensor | None,
+        context_keys_values: KeysValues,
         block_positions: torch.Tensor,
         visible: torch.Tensor,
-        context_keys_values: KeysValues | None = None,
         max_rows: int | None = None,
     ) -> torch.Tensor:
         """Many blocks against one context in one pass: the training path, same layers as `forward`.
@@ -357,22 +350,16 @@ class VFlashDrafter(PreTrainedModel):
 
         Args:
             noise_embeds: (B, A, S, H) target embeddings of A blocks of S slots.
-            context_hidden: (B, C, H) from `project`; None when keys and values are given.
-            context_positions: (B, C); None likewise.
+            context_keys_values: from `context_keys_values`, shared by several passes of a step.
             block_positions: (B, A, S), anchor .. anchor + S - 1.
             visible: (B, A, C) bool; True where the context row is valid and strictly before the
                 block's anchor (see `visible_context`).
-            context_keys_values: from `context_keys_values`, shared by several passes of a step.
             max_rows: block rows attended at once, a bound on memory and on work wasted across
                 blocks; it does not change results. None takes what is fast for the device.
 
         Returns:
             (B, A, S, H) after the final norm
         """
-        if context_keys_values is None:
-            if context_hidden is None or context_positions is None:
-                raise InputError("drafter: found neither context states nor their keys and values")
-            context_keys_values = self.context_keys_values(context_hidden, context_positions)
         batch, anchors, slots, width = noise_embeds.shape
         cos, sin = self.rotary(block_positions.flatten(1))
         hidden = noise_embeds.flatten(1, 2)  # (B, A * S, H)

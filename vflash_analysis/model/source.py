@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json
@@ -30,19 +31,8 @@ LLAVA_ONEVISION_7B_TEXT: Mapping[str, object] = {
 LLAVA_ONEVISION_7B_ROPE_THETA = 1e6
 LLAVA_ONEVISION_7B_TOKENS_PER_FRAME = 196
 
-_HEADER_LIMIT = 100_000_000  # safetensors refuses longer headers
 _SAMPLE_BYTES = 1 << 20
 _HASHED_WHOLE = 64 << 20
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    """One safetensors file: path, size in bytes, tensors and parameters it declares."""
-
-    path: Path
-    size: int
-    tensors: int
-    parameters: int
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -57,51 +47,24 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_safetensors(path: Path) -> WeightFile:
-    """Read a safetensors header and compare the size it declares with the file's.
+def check_safetensors(path: Path) -> None:
+    """Refuse a safetensors file whose header does not fit its size.
 
     Raises:
-        InputError: the file is missing, cut short, too long, or its header is not readable.
+        InputError: the file is missing or not a whole safetensors file.
     """
     if not path.is_file():
         raise InputError(f"{path}: file not found")
-    size = path.stat().st_size
-    if size < 8:
-        raise InputError(f"{path}: truncated safetensors file: {size} bytes, at least 8 expected")
-    with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > _HEADER_LIMIT:
-            raise InputError(f"{path}: not a safetensors file: header of {header_bytes} bytes")
-        if size < 8 + header_bytes:
-            raise InputError(
-                f"{path}: truncated safetensors file: {size} bytes, the header alone needs "
-                f"{8 + header_bytes}"
-            )
-        try:
-            header = json.loads(file.read(header_bytes))
-            entries = [value for name, value in header.items() if name != "__metadata__"]
-            data_bytes = max((entry["data_offsets"][1] for entry in entries), default=0)
-            counts = [_product(entry["shape"]) for entry in entries]
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            raise InputError(
-                f"{path}: not a safetensors file: its header is not readable"
-            ) from None
-    expected = 8 + header_bytes + data_bytes
-    if size != expected:
-        state = "truncated" if size < expected else "too long"
-        raise InputError(f"{path}: {state} safetensors file: {size} bytes, {expected} expected")
-    return WeightFile(path, size, len(entries), sum(counts))
+    try:
+        with safe_open(path, framework="pt"):
+            return
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise InputError(f"{path}: {size} bytes, no whole safetensors file ({error})") from error
 
 
-def _product(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def weight_files(folder: Path) -> list[WeightFile]:
-    """Every safetensors file a folder's weights need, each checked by `check_safetensors`.
+def check_weights(folder: Path) -> None:
+    """Check every safetensors file that a folder's weights need.
 
     Raises:
         InputError: no safetensors weights (other formats are named), or a damaged or missing one.
@@ -111,10 +74,13 @@ def weight_files(folder: Path) -> list[WeightFile]:
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index}: found no weight_map")
-        return [check_safetensors(folder / name) for name in sorted(set(weight_map.values()))]
+        for name in sorted(set(weight_map.values())):
+            check_safetensors(folder / name)
+        return
     single = folder / "model.safetensors"
     if single.is_file():
-        return [check_safetensors(single)]
+        check_safetensors(single)
+        return
     others = sorted(
         path.name
         for path in folder.iterdir()

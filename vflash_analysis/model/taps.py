@@ -35,13 +35,7 @@ def default_tap_layers(num_layers: int, n: int) -> tuple[int, ...]:
     else:
         # Integer form of the rounded formula, so that halves always go up.
         ids = tuple((2 * (n - 1 + i * (num_layers - 4)) + n - 1) // (2 * (n - 1)) for i in range(n))
-    rising = all(a < b for a, b in itertools.pairwise(ids))
-    if not rising or ids[0] < 0 or ids[-1] > num_layers - 2:
-        raise InputError(
-            f"num_tapped_layers: {n} of {num_layers} layers gives ids {list(ids)}, allowed: "
-            f"distinct rising ids in 0..{num_layers - 2}; tap fewer layers"
-        )
-    return ids
+    return check_tap_layers(ids, num_layers, f"num_tapped_layers: {n}")
 
 
 def check_tap_layers(ids: Sequence[int] | None, num_layers: int, name: str) -> tuple[int, ...]:

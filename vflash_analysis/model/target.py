@@ -61,7 +61,7 @@ def load_target(
         raise InputError(f"attention: found {attention!r}, allowed: {', '.join(ATTENTIONS)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError("device: found 'cuda', but torch sees no CUDA device, allowed: cpu")
-    files = folders.weight_files(folder)
+    folders.check_weights(folder)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_config(config, str(folder))
     preprocessing = inputs.read_frame_preprocessing(folder)
@@ -74,14 +74,7 @@ def load_target(
             f"{preprocessing.file}: size: found {preprocessing.height} x {preprocessing.width}, "
             f"allowed: the vision tower's {image_size} x {image_size}"
         )
-    parameters = sum(file.parameters for file in files)
-    _log.info(
-        "loading %s: %.2f billion parameters, %.2f GB in %s",
-        folder,
-        parameters / 1e9,
-        parameters * torch_dtype.itemsize / 1e9,
-        torch_dtype,
-    )
+    _log.info("loading %s in %s", folder, torch_dtype)
     model, info = AutoModelForImageTextToText.from_pretrained(
         folder, config=config, dtype=torch_dtype, local_files_only=True, output_loading_info=True
     )

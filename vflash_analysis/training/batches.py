@@ -14,13 +14,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import context_rows
+
+if TYPE_CHECKING:
+    from vflash_analysis.training.continuations import ContinuationSource
 
 
 @dataclass(frozen=True)
@@ -47,26 +50,6 @@ class Continuation:
     def new_tokens(self) -> int:
         """N, the tokens of the continuation."""
         return int(self.input_ids.shape[0]) - self.prompt_tokens
-
-
-class ContinuationSource(Protocol):
-    """Continuations by index: on disk (`ContinuationSet`) or recomputed (`OnlineContinuations`)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Continuation: ...
-
-    def anchor_counts(self) -> list[int]:
-        """How many anchors each item offers (tokens of the continuation with a successor)."""
-        ...
-
-    def clip_ids(self) -> list[str]:
-        """Clip id of each item."""
-        ...
-
-    def lengths(self) -> list[int]:
-        """Tokens of prompt and continuation of each item."""
-        ...
 
 
 @dataclass(frozen=True)

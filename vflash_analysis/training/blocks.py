@@ -132,12 +132,10 @@ class Context(NamedTuple):
     """A batch's context as a drafter reads it, made once per step.
 
     Attributes:
-        hidden: (B, C, H) projected states.
-        keys_values: each layer's keys and values of them.
+        keys_values: each layer's keys and values of the projected states.
         dtype: of the drafter's weights.
     """
 
-    hidden: Tensor
     keys_values: Any
     dtype: torch.dtype
 
@@ -154,7 +152,7 @@ def project_context(drafter: Any, batch: FlowBatch) -> Context:
     autocast = torch.is_autocast_enabled(batch.states.device.type)
     states = batch.states if autocast else batch.states.to(dtype)
     hidden = drafter.project(states, keep=visible_rows(batch).any(1))
-    return Context(hidden, drafter.context_keys_values(hidden, batch.context_positions), dtype)
+    return Context(drafter.context_keys_values(hidden, batch.context_positions), dtype)
 
 
 def block_hidden(
@@ -175,11 +173,9 @@ def block_hidden(
     ids = torch.cat([batch.anchor_ids[..., None], tokens], -1)  # (B, A, K + 1)
     hidden = drafter.forward_blocks(
         target.embed(ids).to(context.dtype),
-        context.hidden,
-        batch.context_positions,
+        context.keys_values,
         batch.block_positions,
         visible_rows(batch),
-        context_keys_values=context.keys_values,
     )
     return hidden[..., 1:, :]
 

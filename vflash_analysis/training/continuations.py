@@ -13,7 +13,7 @@ for contexts too long to store (0.7 GB per clip at 25k tokens).
 
 from __future__ import annotations
 
-import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from vflash_analysis.records import (
     merge_parts,
     part_path,
     read_records,
+    replace_atomically,
     sha256_of_file,
     write_part,
 )
@@ -121,14 +122,9 @@ def states_path(folder: str | Path, clip_id: str) -> Path:
 
 
 def _write_states(path: Path, states: Tensor, tap_layer_ids: Sequence[int]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        marks = {"tap_layer_ids": ",".join(map(str, tap_layer_ids))}
-        save_file({STATES: states.cpu().contiguous()}, temporary, metadata=marks)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    tensors = {STATES: states.to("cpu", torch.bfloat16).contiguous()}
+    marks = {"tap_layer_ids": ",".join(map(str, tap_layer_ids))}
+    replace_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=marks))
 
 
 def read_states(path: str | Path) -> tuple[Tensor, tuple[int, ...]]:
@@ -196,7 +192,6 @@ def collect_continuations(
     tap_layer_ids: Sequence[int],
     out_folder: str | Path,
     store_states: bool = True,
-    states_dtype: torch.dtype = torch.bfloat16,
     on_bad_clip: str = "skip",
     log: Callable[[str], None] = print,
 ) -> Path:
@@ -211,7 +206,6 @@ def collect_continuations(
         tap_layer_ids: layers whose outputs are kept.
         out_folder: see the module's head.
         store_states: False writes the records alone, for `OnlineContinuations`.
-        states_dtype: of the stored states.
         on_bad_clip: "skip" records the reason and goes on; "fail" raises.
         log: prints one line.
 
@@ -260,7 +254,7 @@ def collect_continuations(
         else:
             if text.states is not None:
                 path = states_path(folder, clip.clip_id)
-                _write_states(path, text.states.to(states_dtype), taps)
+                _write_states(path, text.states, taps)
             row |= {
                 "status": "ok",
                 "video_sha256": sha256_of_file(clip.path),
@@ -277,18 +271,20 @@ def collect_continuations(
     return folder / "continuations.parquet"
 
 
-class _Records:
-    """The part both sources share: the usable rows of a CONTINUATIONS file."""
+class ContinuationSource(ABC):
+    """Continuations by index, on disk or recomputed: the usable rows of a CONTINUATIONS file."""
 
-    def __init__(self, folder: str | Path, limit: int | None = None) -> None:
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         frame = read_records(self.folder / "continuations.parquet", CONTINUATIONS)
         good = frame[frame["status"] == "ok"]
-        self.n_failed = len(frame) - len(good)
-        self.rows: list[dict[Any, Any]] = good.to_dict("records")[:limit]
+        self.rows: list[dict[Any, Any]] = good.to_dict("records")
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Continuation: ...
 
     def anchor_counts(self) -> list[int]:
         """Anchors each item offers: new tokens that have a successor."""
@@ -313,24 +309,19 @@ class _Records:
         )
 
 
-class ContinuationSet(_Records):
-    """Continuations on disk, without the failed clips.
+class ContinuationSet(ContinuationSource):
+    """Continuations on disk, without the failed clips; states stay in memory once read.
 
     Args:
         folder: of `collect_continuations`.
-        in_memory: keep the states of a clip once read.
-        limit: only the first ones.
 
     Raises:
         InputError: no such records; on access, a damaged or foreign file of states.
     """
 
-    def __init__(
-        self, folder: str | Path, in_memory: bool = True, limit: int | None = None
-    ) -> None:
-        super().__init__(folder, limit)
+    def __init__(self, folder: str | Path) -> None:
+        super().__init__(folder)
         self._kept: dict[int, Continuation] = {}
-        self._in_memory = in_memory
 
     def __getitem__(self, index: int) -> Continuation:
         if index in self._kept:
@@ -342,13 +333,8 @@ class ContinuationSet(_Records):
         if states.shape[0] != expected:
             raise InputError(f"{path}: found {states.shape[0]} rows of states, allowed: {expected}")
         item = self._continuation(row, states)
-        if self._in_memory:
-            self._kept[index] = item
+        self._kept[index] = item
         return item
-
-    def tap_layer_ids(self) -> tuple[int, ...]:
-        """The layers whose states are stored, read from the first clip."""
-        return read_states(states_path(self.folder, self.rows[0]["clip_id"]))[1]
 
 
 def pixel_reader(
@@ -363,7 +349,7 @@ def pixel_reader(
     return pixels
 
 
-class OnlineContinuations(_Records):
+class OnlineContinuations(ContinuationSource):
     """The same texts, with states recomputed by the target at every access and never stored.
 
     Args:
@@ -371,7 +357,6 @@ class OnlineContinuations(_Records):
         target: the target that wrote the texts.
         pixels: pixel values of a clip by its id, see `pixel_reader`.
         tap_layer_ids: layers whose outputs are read.
-        limit: only the first ones.
 
     Raises:
         InputError: the texts are another target's.
@@ -383,9 +368,8 @@ class OnlineContinuations(_Records):
         target: Target,
         pixels: Callable[[str], Tensor],
         tap_layer_ids: Sequence[int],
-        limit: int | None = None,
     ) -> None:
-        super().__init__(folder, limit)
+        super().__init__(folder)
         self._target, self._pixels, self._taps = target, pixels, tuple(tap_layer_ids)
         writers = {row["target_sha256"] for row in self.rows} - {target.source_sha256}
         if writers:

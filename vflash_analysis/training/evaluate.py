@@ -23,7 +23,6 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, blank_row
 from vflash_analysis.training.batches import (
     Continuation,
-    ContinuationSource,
     FlowBatch,
     make_batch,
     readable_context,
@@ -36,6 +35,7 @@ from vflash_analysis.training.blocks import (
     project_context,
     score_slots,
 )
+from vflash_analysis.training.continuations import ContinuationSource
 from vflash_analysis.training.objectives import choose_slots
 from vflash_analysis.training.progress import Progress
 
@@ -77,10 +77,13 @@ class AnchorSetting:
         return ",".join(part for part in parts if part)
 
 
-DEPLOYED = (AnchorSetting(),)
-REVEALED = tuple(AnchorSetting(revealed=n) for n in (4, 8, 12))
-TWO_ROUNDS = (AnchorSetting(rounds=2),)
-DIFFICULTY = (AnchorSetting(context="zeroed"), AnchorSetting(context="shuffled"))
+SETTINGS = (
+    AnchorSetting(),  # as deployed
+    *(AnchorSetting(revealed=n) for n in (4, 8, 12)),
+    AnchorSetting(rounds=2),
+    AnchorSetting(context="zeroed"),
+    AnchorSetting(context="shuffled"),
+)
 
 
 def drafter_facts(drafter: Any, drafter_sha256: str) -> dict[str, Any]:
@@ -154,7 +157,6 @@ def draft_blocks(
     *,
     rounds: int = 1,
     shown: Tensor | None = None,
-    chunk_rows: int = 8192,
 ) -> Tensor:
     """The drafter's tokens for every slot.
 
@@ -166,7 +168,6 @@ def draft_blocks(
         rounds: drafter forwards; between them all K slots may be written, since decoding does not
             know where a text ends.
         shown: (B, A, K) bool, slots that hold their label from the start.
-        chunk_rows: see `score_slots`.
 
     Returns:
         (B, A, K) int64, greedy choice of the last forward.
@@ -177,7 +178,7 @@ def draft_blocks(
     prediction = tokens
     for number in range(1, rounds + 1):
         hidden = block_hidden(drafter, batch, context, tokens, target)
-        scores = score_slots(hidden, batch.labels, target, chunk_rows=chunk_rows)
+        scores = score_slots(hidden, batch.labels, target)
         prediction = scores.prediction
         if number < rounds:
             goal = -(-n_slots * number // rounds)  # ceil
@@ -215,10 +216,9 @@ def evaluate_anchors(
     data: ContinuationSource,
     facts: Mapping[str, Any],
     *,
-    settings: Sequence[AnchorSetting] = DEPLOYED,
+    settings: Sequence[AnchorSetting] = SETTINGS,
     clips_per_batch: int = 4,
     seed: int = 0,
-    limit: int | None = None,
     log: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """Scores a drafter at every anchor of the given texts.
@@ -231,7 +231,6 @@ def evaluate_anchors(
         settings: variants, each scored at the same anchors.
         clips_per_batch: clips per forward; does not change results.
         seed: of revealed slots and of the other clips.
-        limit: only the first clips.
         log: prints one line.
 
     Returns:
@@ -240,7 +239,7 @@ def evaluate_anchors(
         slot; `n_accepted` counts the leading slots that match, a revealed one counting as matched.
     """
     device = next(drafter.parameters()).device
-    chosen = [i for i, count in enumerate(data.anchor_counts()) if count > 0][:limit]
+    chosen = [i for i, count in enumerate(data.anchor_counts()) if count > 0]
     if len(chosen) < 2 and any(setting.context == "shuffled" for setting in settings):
         log(f"another clip's context: skipped, found {len(chosen)} clips with a text, 2 are needed")
         settings = [setting for setting in settings if setting.context != "shuffled"]

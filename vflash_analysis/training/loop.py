@@ -30,7 +30,6 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
 from vflash_analysis.records import TRAINING, blank_row, read_json, write_json_atomic, write_records
 from vflash_analysis.training.batches import (
-    ContinuationSource,
     FlowBatch,
     step_visits,
     training_batch,
@@ -43,6 +42,7 @@ from vflash_analysis.training.checkpoints import (
     save_checkpoint,
 )
 from vflash_analysis.training.compute import context_cost, forward_equivalents
+from vflash_analysis.training.continuations import ContinuationSource
 from vflash_analysis.training.objectives import LossParts, compute_loss
 from vflash_analysis.training.progress import Progress, Window
 from vflash_analysis.training.step import (
@@ -56,27 +56,6 @@ from vflash_analysis.training.step import (
 
 Visits = Sequence[tuple[int | str, int]]
 CONTEXT_TOKENS = 32768  # of one forward, unless `micro_clips` says otherwise
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a finished training leaves.
-
-    Attributes:
-        drafter_folder: saved by `save_pretrained`, training facts in its config.
-        records: the TRAINING file.
-        drafter_sha256: identity of the drafter's weights.
-        training_clips: clips used.
-        forward_equivalents: analytic compute of the run.
-        seconds: training time, resumes included.
-    """
-
-    drafter_folder: Path
-    records: Path
-    drafter_sha256: str
-    training_clips: int
-    forward_equivalents: float
-    seconds: float
 
 
 def usable_items(
@@ -125,13 +104,12 @@ def train(
     loss: Loss = compute_loss,
     compute: Callable[[dict[str, Tensor]], float] | None = None,
     validation: ContinuationSource | None = None,
-    setting: str = "",
     micro_clips: int | None = None,
     mixed_precision: str = "no",
     log_every: int | None = None,
     log: Callable[[str], None] = print,
-) -> TrainResult:
-    """Trains a drafter on the target's continuations; run again, it resumes or returns the result.
+) -> Path:
+    """Trains a drafter on the target's continuations; run again, it resumes or does nothing.
 
     Args:
         drafter: `VFlashDrafter` or a baseline's with `block_size`, `context` in its config;
@@ -143,12 +121,14 @@ def train(
         loss: called like `objectives.compute_loss`.
         compute: forward-equivalents of a step from its log sums; None: `forward_equivalents`.
         validation: continuations for the loss every `evaluate_every` steps, on fixed anchors.
-        setting: `setting` column of the records; validation rows add "validation".
         micro_clips: clips per forward of one process; fewer than its share of the batch means
             accumulation, which does not change the gradient. None: as many as `CONTEXT_TOKENS` hold.
         mixed_precision: "no" or "bf16" (autocast).
         log_every: steps per logged row; by default a hundred rows per run.
         log: prints one line.
+
+    Returns:
+        The folder of the drafter, training facts in its config.
 
     Raises:
         InputError: no supervised tokens, `clips_per_step` not a multiple of the processes, or
@@ -235,12 +215,11 @@ def train(
         }
         finished = state.step == settings.steps
         if finished or state.step % log_every == 0:
-            state.rows.append({**logged, **window.row(), "setting": setting})
+            state.rows.append({**logged, **window.row(), "setting": ""})
             window = Window()
         if validation is not None and (finished or state.step % settings.evaluate_every == 0):
             averages = _validate(model, validation, step, accelerator, micro_batches, micro)
-            name = ",".join(part for part in (setting, "validation") if part)
-            state.rows.append({**logged, **averages, "setting": name})
+            state.rows.append({**logged, **averages, "setting": "validation"})
         progress.update(state.step, f"loss {state.rows[-1]['loss']:.4f}" if state.rows else "")
         if not finished and state.step % settings.checkpoint_every == 0:
             state.window = window.sums
@@ -323,7 +302,7 @@ def _finish(
     state: _State,
     training_clips: int,
     wanted: dict[str, Any],
-) -> TrainResult:
+) -> Path:
     """Saves the drafter and its records; the drafter's folder gets its name last."""
     facts = {
         "objective": settings.objective,
@@ -354,19 +333,13 @@ def _finish(
         for leftover in ("checkpoints", ".drafter.check"):
             shutil.rmtree(out / leftover, ignore_errors=True)
     accelerator.wait_for_everyone()
-    return _result(out)
+    return out / "drafter"
 
 
-def _result(out: Path) -> TrainResult:
-    facts = read_json(out / "training.json")
-    names = ("drafter_sha256", "training_clips", "forward_equivalents", "seconds")
-    return TrainResult(out / "drafter", out / "training.parquet", *(facts[n] for n in names))
-
-
-def _finished(drafter: Any, out: Path, identity: dict[str, Any]) -> TrainResult:
-    """The result of a run that is complete, with its weights loaded into `drafter`."""
+def _finished(drafter: Any, out: Path, identity: dict[str, Any]) -> Path:
+    """The drafter's folder of a run that is complete, its weights loaded into `drafter`."""
     check_identity(out, read_json(out / "training.json")["identity"], identity)
     trained = type(drafter).from_pretrained(out / "drafter", dtype=next(drafter.parameters()).dtype)
     drafter.load_state_dict(trained.state_dict())
     drafter.config.training = trained.config.training
-    return _result(out)
+    return out / "drafter"

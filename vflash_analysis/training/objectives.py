@@ -152,7 +152,6 @@ def reveal(
     settings: TrainSettings,
     *,
     uniforms: Tensor | None = None,
-    chunk_rows: int = 8192,
 ) -> RevealedState:
     """The drafter's own reveal rounds: each writes its current argmax into ceil(n / R) mask slots.
 
@@ -168,7 +167,6 @@ def reveal(
         target: embedding, head, banned ids.
         settings: reveal order and maximum rounds.
         uniforms: (B, A, K) quantiles of wrong samples, taken when a slot is written.
-        chunk_rows: see `score_slots`.
     """
     assert batch.draws is not None
     counts = reveal_counts(batch.draws, batch.supervised)
@@ -192,7 +190,7 @@ def reveal(
             tokens = own.masked_fill(~revealed, mask_id).gather(1, index)
             noise = None if uniforms is None else uniforms.gather(1, index)
             hidden = block_hidden(drafter, part, context, tokens, target)
-            scores = score_slots(hidden, part.labels, target, uniforms=noise, chunk_rows=chunk_rows)
+            scores = score_slots(hidden, part.labels, target, uniforms=noise)
             prediction = prediction.scatter(1, index, scores.prediction)
             confidence = confidence.scatter(1, index, scores.confidence)
             if sample is not None and scores.sample is not None:
@@ -221,7 +219,6 @@ def compute_loss(
     step: int,
     *,
     count_only: bool = False,
-    chunk_rows: int = 8192,
 ) -> LossParts:
     """The flow loss of one (micro-)batch as sums; see the module's formula.
 
@@ -233,7 +230,6 @@ def compute_loss(
         step: 0-based, for the ramp of lambda.
         count_only: return the denominators alone, as cheaply as they can be known: from the labels
             when every slot counts alike, else by the reveal rounds without gradient.
-        chunk_rows: see `score_slots`.
     """
     n_slots = batch.labels.shape[-1]
     supervised = batch.supervised
@@ -256,7 +252,6 @@ def compute_loss(
         batch.labels,
         target,
         uniforms=uniforms,
-        chunk_rows=chunk_rows,
     )
     numerator, denominator = _term(first, weights, batch)
     live = supervised.any(-1).sum()
@@ -270,9 +265,7 @@ def compute_loss(
     if not has_flow:
         return LossParts(numerator[None], denominator[None], term_weights, sums)
 
-    state = reveal(
-        drafter, batch, context, first, target, settings, uniforms=uniforms, chunk_rows=chunk_rows
-    )
+    state = reveal(drafter, batch, context, first, target, settings, uniforms=uniforms)
     flow_weights = torch.where(state.revealed, weights * settings.revealed_weight, weights)
     if count_only:
         denominators = torch.stack([weights.sum(), flow_weights.sum()])
@@ -283,7 +276,6 @@ def compute_loss(
         block_hidden(drafter, batch, context, tokens, target),
         batch.labels,
         target,
-        chunk_rows=chunk_rows,
     )
     flow_numerator, flow_denominator = _term(second, flow_weights, batch)
     right = state.revealed & (tokens == batch.labels)

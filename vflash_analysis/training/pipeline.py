@@ -33,19 +33,15 @@ from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, load_target
 from vflash_analysis.records import ANCHORS, CONTINUATIONS, TRAINING, read_records, write_records
 from vflash_analysis.training import pocket_target
-from vflash_analysis.training.batches import ContinuationSource
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.continuations import (
     ContinuationSet,
+    ContinuationSource,
     OnlineContinuations,
     collect_continuations,
     pixel_reader,
 )
 from vflash_analysis.training.evaluate import (
-    DEPLOYED,
-    DIFFICULTY,
-    REVEALED,
-    TWO_ROUNDS,
     drafter_facts,
     evaluate_anchors,
 )
@@ -225,19 +221,12 @@ def train_drafter(
         shutil.copytree(given, out_folder / "drafter", dirs_exist_ok=True)
         write_records(out_folder / "training.parquet", [], TRAINING)
         return out_folder / "drafter"
-    shape = drafter_config(
-        target,
-        num_hidden_layers=settings.drafter.num_hidden_layers,
-        num_tapped_layers=settings.drafter.num_tapped_layers,
-        block_size=settings.drafter.block_size,
-        intermediate_size=settings.drafter.intermediate_size,
-        context=settings.drafter.context,
-    )
+    shape = drafter_config(target, settings.drafter)
     with (
         continuations(target, settings, clips_folder, continuations_folder, "training") as data,
         continuations(target, settings, clips_folder, continuations_folder, "validation") as held,
     ):
-        result = train(
+        return train(
             new_drafter(shape, seed=key.train_seed, device=target.device),
             target_pieces(target),
             data,
@@ -246,7 +235,6 @@ def train_drafter(
             validation=held,
             mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no",
         )
-    return result.drafter_folder
 
 
 def score_drafter(
@@ -261,13 +249,7 @@ def score_drafter(
     drafter = load_drafter(folder, target)
     facts: dict[str, Any] = drafter_facts(drafter, drafter_sha256(folder))
     with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
-        rows = evaluate_anchors(
-            drafter,
-            target_pieces(target),
-            data,
-            facts,
-            settings=[*DEPLOYED, *REVEALED, *TWO_ROUNDS, *DIFFICULTY],
-        )
+        rows = evaluate_anchors(drafter, target_pieces(target), data, facts)
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)
     return out_folder / "anchors.parquet"
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vflash_analysis.progress import clock
+
 
 class Window:
     """Log sums since the last logged row; JSON, so that a checkpoint can hold it.
@@ -62,16 +64,6 @@ class Window:
         }
 
 
-def duration(seconds: float) -> str:
-    """Seconds as "42 s", "7 min 05 s" or "3 h 20 min"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
 class Progress:
     """Plain lines with the time left, at most one per `every_s` seconds.
 
@@ -103,7 +95,7 @@ class Progress:
             return
         self._shown = now
         pace = (now - self._start) / max(1, done - self._first)
-        left = duration(pace * (self._total - done))
+        left = clock(pace * (self._total - done))
         parts = [
             f"{self._name} {done}/{self._total}",
             text,

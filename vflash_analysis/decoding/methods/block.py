@@ -124,15 +124,8 @@ class BlockDrafting:
         """Projects the prompt's tapped states into a fresh drafter cache."""
         if prompt.tapped is None:
             raise InputError(f"{self.name}: the prefill kept no tapped states")
-        length = int(prompt.input_ids.shape[0])
-        needed = length + prompt.max_new_tokens - 1 + self.max_depth
-        allowed = self._drafter.config.max_position_embeddings
-        if needed > allowed:
-            raise InputError(
-                f"drafter: prompt of {length} tokens, {prompt.max_new_tokens} new ones and a block "
-                f"need {needed} positions, its max_position_embeddings is {allowed}"
-            )
-        tapped, positions = prompt.tapped, torch.arange(length, device=self._target.device)
+        tapped = prompt.tapped
+        positions = torch.arange(len(prompt.input_ids), device=self._target.device)
         if self._context != "all":
             positions = context_rows(prompt.input_ids == self._target.video_token_id, self._context)
             tapped = tapped[positions]

@@ -14,7 +14,6 @@ from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.methods.base import Entry, Method, Prompt, Proposal, take_options
 from vflash_analysis.decoding.timing import Timer
 from vflash_analysis.decoding.tree import chain_parents
-from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
 
 LONGEST = 3  # tokens matched, the longest match first
@@ -26,28 +25,22 @@ class PromptLookup:
 
     name = "lookup"
     tap_layer_ids: tuple[int, ...] = ()
+    setting = ""
     max_draft_tokens = max_depth = DRAFTS
 
-    def __init__(self, placeholder_ids: Sequence[int], longest: int = LONGEST) -> None:
+    def __init__(self, placeholder_ids: Sequence[int]) -> None:
         """
         Args:
             placeholder_ids: tokens of the prompt that stand for pictures.
-            longest: tokens matched at most.
-
-        Raises:
-            InputError: `longest` is below 1.
         """
-        if longest < 1:
-            raise InputError(f"lookup: longest: found {longest}, allowed: 1 or more")
-        self.setting = "" if longest == LONGEST else f"longest={longest}"
-        self._placeholders, self._longest = frozenset(placeholder_ids), longest
+        self._placeholders = frozenset(placeholder_ids)
         self._tokens: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # a match -> where what follows it stands
 
     def _append(self, token: int) -> None:
         """Add a token; matches that end just before it now have something that follows them."""
         here = len(self._tokens)
-        for length in range(1, min(self._longest, here) + 1):
+        for length in range(1, min(LONGEST, here) + 1):
             self._after[tuple(self._tokens[here - length :])] = here
         self._tokens.append(token)
 
@@ -62,7 +55,7 @@ class PromptLookup:
         self._append(anchor)
         here = len(self._tokens)
         drafts: list[int] = []
-        for length in range(min(self._longest, here), 0, -1):
+        for length in range(min(LONGEST, here), 0, -1):
             found = self._after.get(tuple(self._tokens[here - length :]))
             if found is not None:
                 drafts = self._tokens[found : found + DRAFTS]
@@ -78,14 +71,8 @@ class PromptLookup:
 def _build(
     target: Target, network: None, settings: DecodeSettings, given: Mapping[str, str]
 ) -> Method:
-    options = take_options(given, ("longest",))
-    try:
-        longest = int(options.get("longest", LONGEST))
-    except ValueError:
-        found = options["longest"]
-        raise InputError(f"lookup: longest: found {found!r}, allowed: 1 or more") from None
-    placeholders = [target.video_token_id, target.image_token_id]
-    return PromptLookup(placeholders, longest)
+    take_options(given, ())
+    return PromptLookup([target.video_token_id, target.image_token_id])
 
 
 ENTRIES = {"lookup": Entry(_build)}
