@@ -1,4 +1,4 @@
-"""The numbers printed in the papers, as tidy rows, and a check of their macro averages.
+"""The numbers printed in the papers, as tidy rows.
 
 They stand beside ours with the hardware they were measured on and never enter a mean of ours. The
 row "SpecVLM (0.5B drafter)" is the training-free SpecVLM of Ji et al.; another system of the same
@@ -11,11 +11,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import macro
 from vflash_analysis.paths import DATA
 from vflash_analysis.records import BENCHMARKS
 from vflash_analysis.results.tidy import (
@@ -91,20 +89,6 @@ def speedups(folder: Path = PUBLISHED) -> pd.DataFrame:
         value=[printed_number(cell).value for cell in table["speedup"]],
         device=[PAGE_DEVICE if pair[0] == "VFlash-FM" else OTHER_DEVICE for pair in pairs],
     ).drop(columns="speedup")
-
-
-def recomputed_macros(folder: Path = PUBLISHED) -> pd.DataFrame:
-    """Printed macro averages beside the mean of their printed cells.
-
-    Columns: method, printed, recomputed (nan without cells), n (cells averaged).
-    """
-    rows = []
-    for method, table in speedups(folder).groupby("method", sort=False):
-        values = dict(zip(table["benchmark"], table["value"], strict=True))
-        printed = values.pop("macro")
-        cells = {name: value for name, value in values.items() if not np.isnan(value)}
-        rows.append((method, printed, macro(cells, allow_missing=True), len(cells)))
-    return pd.DataFrame(rows, columns=["method", "printed", "recomputed", "n"])
 
 
 def same_setup(target: str, device: str) -> bool:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from vflash_analysis import stats
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import Combine, grouped, part_columns, ratio, usable, usable_cycles
+from vflash_analysis.metrics import grouped, part_columns, usable, usable_cycles
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
@@ -29,39 +28,10 @@ from vflash_analysis.records import (
     why_not_done,
 )
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
-from vflash_analysis.stats import Interval
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP as DEFAULT_BOOTSTRAP  # callers take both here
+from vflash_analysis.stats import Bootstrap as Bootstrap
 
 TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """Resamples, seed and level of every interval in a table."""
-
-    n_samples: int = 2000
-    seed: int = 0
-    level: float = 0.95
-
-    def caption(self) -> str:
-        return (
-            f"Brackets and bands: {100 * self.level:g} % bootstrap over videos within their "
-            f"benchmark ({self.n_samples} resamples)."
-        )
-
-    def videos(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
-        """`stats.bootstrap` with these settings."""
-        return stats.bootstrap(parts, combine, self.n_samples, self.seed, self.level)
-
-    def macro(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
-        """`stats.bootstrap_macro` over the five benchmarks with these settings."""
-        return stats.bootstrap_macro(parts, combine, self.n_samples, self.seed, self.level)
-
-    def seeds_and_videos(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
-        """`stats.hierarchical_bootstrap` with these settings."""
-        return stats.hierarchical_bootstrap(parts, combine, self.n_samples, self.seed, self.level)
-
-
-DEFAULT_BOOTSTRAP = Bootstrap()
 
 
 @dataclass(frozen=True)
