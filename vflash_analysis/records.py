@@ -33,8 +33,6 @@ from vflash_analysis.schemas import (
     CYCLES,
     GENERATIONS,
     KEY,
-    METHODS,
-    OBJECTIVES,
     ROW_KEY,
     SCHEMA_KEY,
     SCHEMAS,
@@ -45,7 +43,7 @@ from vflash_analysis.schemas import (
 
 __all__ = [
     "ANCHORS", "BENCHMARKS", "COMPARISON_METHODS", "CONTINUATIONS", "CYCLES", "GENERATIONS", "KEY",
-    "METHODS", "OBJECTIVES", "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
+    "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
     "empty_records", "git_state", "is_done", "merge_parts", "package_versions", "part_path",
     "read_json", "read_records", "replace_atomically", "sha256_of_file", "to_table", "typed_frame",
     "why_not_done", "write_done", "write_json_atomic", "write_manifest", "write_part",
