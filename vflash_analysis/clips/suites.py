@@ -278,8 +278,7 @@ def suite_clips(
     """Return the fixed clip list of a suite and sample seed, in the order of `draw_clip_ids`.
 
     Clips whose file is not there stay in the list, so that a run reports them by name ("missing")
-    and a partly downloaded suite never shifts the draw. Use `lists.missing_clips` to name them
-    beforehand.
+    and a partly downloaded suite never shifts the draw.
 
     Raises:
         InputError: folder or metadata missing or not as described, or fewer videos than asked for.
