@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import replace_atomically, sha256_of_file
+from vflash_analysis.records import sha256_of_file, write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def write_clip_list(path: str | os.PathLike[str], clips: Iterable[Clip]) -> Path
         full = os.path.abspath(clip.path)
         row["path"] = os.path.relpath(full, folder) if full.startswith(folder + os.sep) else full
         lines.append(json.dumps(row, ensure_ascii=False, sort_keys=True, allow_nan=False) + "\n")
-    replace_atomically(path, lambda part: part.write_text("".join(lines), encoding="utf-8"))
+    write_text_atomic(path, "".join(lines))
     return path
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import refuse_infinite
-from vflash_analysis.records import BENCHMARKS, replace_atomically
+from vflash_analysis.records import BENCHMARKS, write_text_atomic
 from vflash_analysis.stats import Interval
 
 KEYS = ("item", "benchmark", "method", "objective", "setting", "quantity")
@@ -218,9 +218,8 @@ def tidy_csv(frame: pd.DataFrame) -> str:
 
 
 def write_tidy_csv(path: str | Path, frame: pd.DataFrame) -> None:
-    """Writes the frame as CSV (temporary file, then rename)."""
-    text = tidy_csv(frame)
-    replace_atomically(Path(path), lambda temporary: temporary.write_bytes(text.encode()))
+    """Writes the frame as CSV."""
+    write_text_atomic(path, tidy_csv(frame))
 
 
 def read_tidy_csv(path: str | Path) -> pd.DataFrame:
