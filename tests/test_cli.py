@@ -198,7 +198,7 @@ def test_demo_shows_both_texts(tracked):
 
 
 def test_a_playback_fills_with_the_recorded_cycles(synthetic):
-    found = load_records(synthetic)
+    found = load_records([synthetic])
     for one in demo.pick(found, None, ("ar", "tree60")):
         assert one.at(0.0) == "" and one.at(one.decode_s) == one.text
         lengths = [len(one.at(one.decode_s * i / 20)) for i in range(21)]
@@ -229,7 +229,7 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     written = publish.publish([], [], 77)
     assert samples == [77] and not list(place.glob(".*"))
     assert written[-2:] == [tmp_path / "F1.png", paths.ROOT / "README.md"]
-    before, after = load_records(synthetic), load_records(place)
+    before, after = load_records([synthetic]), load_records([place])
     assert len(after.cycles) == len(before.cycles)
     assert after.generations.equals(before.generations)
     bare = after.anchors["slot_match"].isna()
@@ -265,7 +265,7 @@ def test_publish_tracks_the_drafters_of_the_first_training_seed(tmp_path, monkey
 def test_publish_keeps_the_tracked_ablation_unless_a_new_one_takes_its_place(
     synthetic, tmp_path, runs, monkeypatch
 ):
-    anchors = load_records(synthetic).anchors
+    anchors = load_records([synthetic]).anchors
     assert anchors["drafter_sha256"].nunique() > 1
     monkeypatch.setattr(paths, "TRACKED_RECORDS", synthetic)
     publish.refuse_fewer_drafters(anchors)

@@ -147,10 +147,10 @@ def test_no_file_names_a_machine():
 
 
 def test_the_environment_table_tells_what_is_there(monkeypatch):
-    monkeypatch.setenv(environment.READER_THREADS, "3")
     monkeypatch.setenv(environment.EOF_RETRY, "7")
     table = environment.environment_table(config.load_profile("smoke")).set_index("item")
-    assert table.loc["num_threads", "found"] == "3" and table.loc["eof_retry", "found"] == "7"
+    assert table.loc["reader threads", "found"] == "2"
+    assert table.loc["eof_retry", "found"] == "7"
     assert table.loc["torch", "wanted"] == LOCK["torch"]
     assert bool(table.loc["kernel python3", "ok"]) and bool(table.loc["device", "ok"])
     assert {"python", "frame readers", "free disk", "transformers"} <= set(table.index)

@@ -1,6 +1,5 @@
 """Record files: what is written comes back, what does not belong is refused with one line."""
 
-import json
 import subprocess
 import sys
 
@@ -15,10 +14,8 @@ from vflash_analysis.records import (
     CONTINUATIONS,
     CYCLES,
     GENERATIONS,
-    MANIFEST_KEYS,
     SCHEMAS,
     blank_row,
-    is_done,
     merge_parts,
     part_path,
     read_json,
@@ -29,7 +26,6 @@ from vflash_analysis.records import (
     why_not_done,
     write_done,
     write_json_atomic,
-    write_manifest,
     write_part,
     write_records,
 )
@@ -199,13 +195,14 @@ def test_no_parts_merge_to_an_empty_table(tmp_path):
 def test_done_holds_rows_and_digests_and_notices_a_change(tmp_path):
     write_records(tmp_path / "c.parquet", [continuation("a")], CONTINUATIONS)
     (tmp_path / "note.txt").write_text("x")
-    assert not is_done(tmp_path)
-    done = write_done(tmp_path, {"clips": 1}, ["c.parquet", "note.txt"])
+    assert "no DONE" in str(why_not_done(tmp_path))
+    write_done(tmp_path, {"clips": 1}, ["c.parquet", "note.txt"])
+    done = read_json(tmp_path / "DONE")
     assert done["outputs"]["c.parquet"]["rows"] == 1
     assert done["payload"] == {"clips": 1}
-    assert is_done(tmp_path)
+    assert why_not_done(tmp_path) is None
     (tmp_path / "note.txt").write_text("y")
-    assert is_done(tmp_path, check_sha256=False)
+    assert why_not_done(tmp_path, check_sha256=False) is None
     assert "changed since" in str(why_not_done(tmp_path))
     (tmp_path / "note.txt").write_text("longer")
     assert "6 bytes, 1 when" in str(why_not_done(tmp_path, check_sha256=False))
@@ -213,16 +210,9 @@ def test_done_holds_rows_and_digests_and_notices_a_change(tmp_path):
     assert "missing" in str(why_not_done(tmp_path))
 
 
-def test_done_declares_record_files_by_default(tmp_path):
-    with pytest.raises(InputError, match="nothing to declare"):
-        write_done(tmp_path, {})
-    write_records(tmp_path / "c.parquet", [continuation("a")], CONTINUATIONS)
-    write_manifest(tmp_path, dict.fromkeys(MANIFEST_KEYS))
-    (tmp_path / "log.txt").write_text("not an output")
-    assert sorted(write_done(tmp_path, {})["outputs"]) == ["c.parquet", "manifest.json"]
-
-
 def test_done_is_not_written_for_a_missing_or_empty_output(tmp_path):
+    with pytest.raises(InputError, match="nothing to declare"):
+        write_done(tmp_path, {}, [])
     (tmp_path / "empty.txt").touch()
     for name in ("absent.txt", "empty.txt"):
         with pytest.raises(InputError, match=f"{name}: declared output is missing or empty"):
@@ -233,7 +223,7 @@ def test_done_is_not_written_for_a_missing_or_empty_output(tmp_path):
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"outputs": {}}', '{"outputs": {"a": {}}}'])
 def test_a_damaged_done_does_not_count(tmp_path, text):
     (tmp_path / "DONE").write_text(text)
-    assert not is_done(tmp_path)
+    assert why_not_done(tmp_path) is not None
 
 
 def test_json_is_sorted_and_refuses_nan(tmp_path):
@@ -247,13 +237,6 @@ def test_json_is_sorted_and_refuses_nan(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(InputError, match="not readable as JSON"):
         read_json(tmp_path / "bad.json")
-
-
-def test_a_manifest_needs_its_keys(tmp_path):
-    with pytest.raises(InputError, match=r"manifest\.json: missing \['device'\]"):
-        write_manifest(tmp_path, {key: 1 for key in MANIFEST_KEYS if key != "device"})
-    write_manifest(tmp_path, dict.fromkeys(MANIFEST_KEYS, 1) | {"extra": 2})
-    assert json.loads((tmp_path / "manifest.json").read_text())["extra"] == 2
 
 
 def test_git_state_outside_a_checkout_is_unknown(tmp_path):

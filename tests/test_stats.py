@@ -9,22 +9,18 @@ import pytest
 from scipy import stats as scipy_stats
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import difference_of_ratios, ratio
+from vflash_analysis.metrics import difference_of_ratios
+from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import (
-    NO_DATA,
-    ONE_VALUE,
-    TOO_FEW,
-    UNSTABLE,
-    ZERO_WIDTH,
-    bootstrap,
-    bootstrap_macro,
+    Bootstrap,
+    Interval,
     cluster_totals,
-    hierarchical_bootstrap,
     pairing_band,
     t_interval,
 )
 
-TWO = ("VDC", "MLVU")
+BOOT = Bootstrap()
+bootstrap, hierarchical_bootstrap = BOOT.videos, BOOT.seeds_and_videos
 
 
 def parts(values, benchmark="VDC", weights=None, videos=None, **more) -> pd.DataFrame:
@@ -47,24 +43,27 @@ def no_warnings():
         yield
 
 
+def no_interval(found: Interval) -> bool:
+    return math.isnan(found.low) and math.isnan(found.high)
+
+
 def test_case_125_every_small_sample_has_a_defined_cell():
     equal = bootstrap(parts([2, 2, 2]))
-    assert (equal.value, equal.low, equal.high, equal.n, equal.note) == (2, 2, 2, 3, ZERO_WIDTH)
+    assert (equal.value, equal.low, equal.high, equal.n) == (2, 2, 2, 3)
     one = bootstrap(parts([2]))
-    assert (one.value, one.n, one.note) == (2, 1, TOO_FEW)
-    assert math.isnan(one.low) and math.isnan(one.high)
+    assert (one.value, one.n) == (2, 1) and no_interval(one)
     none = bootstrap(parts([]))
-    assert (none.n, none.note) == (0, NO_DATA) and math.isnan(none.value)
+    assert none.n == 0 and math.isnan(none.value) and no_interval(none)
     nothing_judged = bootstrap(parts([0, 0], weights=[0, 0]))
-    assert nothing_judged.note == NO_DATA and math.isnan(nothing_judged.value)
+    assert math.isnan(nothing_judged.value) and no_interval(nothing_judged)
 
 
 def test_case_125_for_the_t_interval():
     mean = t_interval([2, float("nan")])
-    assert (mean.value, mean.n, mean.note) == (2, 1, ONE_VALUE)
+    assert (mean.value, mean.n) == (2, 1) and no_interval(mean)
     equal = t_interval([2, 2, 2])
-    assert (equal.low, equal.high, equal.note) == (2, 2, ZERO_WIDTH)
-    assert t_interval([]).note == NO_DATA
+    assert (equal.low, equal.high) == (2, 2)
+    assert math.isnan(t_interval([]).value) and t_interval([]).n == 0
 
 
 def test_the_t_interval_is_scipys():
@@ -77,8 +76,10 @@ def test_the_t_interval_is_scipys():
 
 def test_one_video_in_a_benchmark_gives_no_interval():
     both = pd.concat([parts([1, 2, 3]), parts([4], "MLVU")])
-    assert bootstrap(both).note == TOO_FEW
-    assert bootstrap_macro(both, required=TWO).note == TOO_FEW
+    assert no_interval(bootstrap(both))
+    five = pd.concat([parts([1, 2, 3], name) for name in BENCHMARKS[1:]] + [parts([4])])
+    found = BOOT.macro(five)
+    assert found.value == pytest.approx(2.4) and no_interval(found)
 
 
 def test_the_clips_of_a_video_are_one_unit():
@@ -104,28 +105,29 @@ def test_the_value_is_a_ratio_of_sums_and_not_a_mean_of_ratios():
 
 
 def test_the_macro_mean_does_not_weigh_benchmarks_by_size():
-    frame = pd.concat([parts([1] * 8), parts([3, 3], "MLVU")])
-    assert bootstrap_macro(frame, required=TWO).value == 2
-    assert bootstrap(frame).value == pytest.approx(1.4)
+    frame = pd.concat([parts([1] * 8)] + [parts([3, 3], name) for name in BENCHMARKS[1:]])
+    found = BOOT.macro(frame)
+    assert (found.value, found.low, found.high) == pytest.approx((2.6, 2.6, 2.6))
+    assert bootstrap(frame).value == 2
 
 
 def test_the_macro_interval_refuses_a_missing_benchmark():
-    with pytest.raises(InputError, match=r"no value for \['MLVU'\]"):
-        bootstrap_macro(parts([1, 2]), required=TWO)
-    assert bootstrap_macro(parts([1, 2]), required=TWO, allow_missing=True).value == 1.5
+    for frame in (parts([1, 2]), parts([])):
+        with pytest.raises(InputError, match="no value for"):
+            BOOT.macro(frame)
 
 
 def test_the_seed_fixes_the_interval_and_row_order_does_not_matter():
     values = np.random.default_rng(0).normal(size=30)
     frame = parts(values)
-    first = bootstrap(frame, seed=5)
-    assert first == bootstrap(frame.sample(frac=1, random_state=1), seed=5)
-    assert first != bootstrap(frame, seed=6)
+    first = Bootstrap(seed=5).videos(frame)
+    assert first == Bootstrap(seed=5).videos(frame.sample(frac=1, random_state=1))
+    assert first != Bootstrap(seed=6).videos(frame)
 
 
 def test_the_interval_agrees_with_theory():
     values = np.random.default_rng(1).normal(size=200)
-    found = bootstrap(parts(values), n_samples=4000)
+    found = Bootstrap(n_samples=4000).videos(parts(values))
     half = 1.96 * values.std() / math.sqrt(200)
     assert found.high - found.low == pytest.approx(2 * half, rel=0.08)
     assert found.value == pytest.approx(values.mean())
@@ -134,7 +136,7 @@ def test_the_interval_agrees_with_theory():
 def test_a_statistic_that_often_has_no_denominator_gets_no_interval():
     # the only judged slots are in one of two videos: a quarter of the resamples miss it
     found = bootstrap(parts([1, 0], weights=[2, 0]))
-    assert found.value == 0.5 and found.note == UNSTABLE and math.isnan(found.low)
+    assert found.value == 0.5 and no_interval(found)
 
 
 def test_the_crossed_bootstrap_sees_seeds_and_videos():
@@ -156,12 +158,14 @@ def test_the_crossed_bootstrap_keeps_pairs_together():
         frames.append(parts(first, **more))
     found = hierarchical_bootstrap(pd.concat(frames), difference_of_ratios)
     assert found.value == pytest.approx(1)
-    assert found.note == ZERO_WIDTH
+    assert found.high - found.low == pytest.approx(0)
 
 
-def test_the_crossed_bootstrap_says_when_there_is_one_seed():
-    assert hierarchical_bootstrap(parts([1, 2, 3], train_seed=1)).note == "one training seed"
-    assert hierarchical_bootstrap(parts([], train_seed=1)).note == NO_DATA
+def test_the_crossed_bootstrap_of_one_seed_varies_its_videos():
+    frame = parts([1, 2, 3], train_seed=1)
+    found = hierarchical_bootstrap(frame)
+    assert (found.value, found.n) == (2, 3) and found.low < 2 < found.high
+    assert hierarchical_bootstrap(parts([], train_seed=1)).n == 0
 
 
 def test_the_crossed_bootstrap_refuses_uneven_seeds():
@@ -186,17 +190,12 @@ def test_the_band_holds_only_pairings_with_other_clips():
     circle = np.array([[9.0, 0.0, 1.0], [1.0, 9.0, 0.0], [0.0, 1.0, 9.0]])  # two pairings: 0s or 1s
     three = pairing_band(circle)
     assert (three.value, three.low, three.high) == (0.5, 0, 1)
-    assert pairing_band(np.zeros((0, 0))).note == NO_DATA
-    assert pairing_band(np.ones((1, 1))).note == ONE_VALUE
+    for n in (0, 1):
+        found = pairing_band(np.ones((n, n)))
+        assert found.n == n and no_interval(found)
 
 
 @pytest.mark.parametrize("scores", [np.zeros((2, 3)), np.array([[np.nan]]), np.zeros(3)])
 def test_a_band_needs_a_finite_square(scores):
     with pytest.raises(InputError, match="allowed is finite"):
         pairing_band(scores)
-
-
-def test_settings_out_of_range_are_refused():
-    for settings in ({"n_samples": 0}, {"level": 1.0}):
-        with pytest.raises(InputError, match="bootstrap: n_samples"):
-            bootstrap(parts([1, 2]), ratio, **settings)

@@ -20,7 +20,6 @@ from vflash_analysis import paths
 from vflash_analysis.errors import InputError
 from vflash_analysis.strict import Bounds, apply_overrides, build, read_yaml, shown
 
-BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
 
 Objective = Literal["self_reveal", "mask_only", "true_reveal", "wrong_reveal"]

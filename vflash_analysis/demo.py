@@ -51,7 +51,7 @@ class Playback:
 
 
 def playback(records: Records, row: pd.Series) -> Playback:
-    """The recorded cycles of one generation; an even pace where none were kept.
+    """The recorded cycles of one generation.
 
     Raises:
         InputError: a text of fewer than two tokens, which has no decode time.
@@ -59,16 +59,11 @@ def playback(records: Records, row: pd.Series) -> Playback:
     cycles = records.cycles
     for key in ROW_KEY:
         cycles = cycles[cycles[key] == row[key]]
-    cycles = cycles.sort_values("cycle")
-    n_steps = int(row["new_tokens"]) - 1
-    if n_steps < 1:
-        raise InputError(f"demo: {row['clip_id']}: found 1 token, allowed: 2 or more")
     if cycles.empty:
-        tokens = np.arange(2, n_steps + 2, dtype=float)
-        ends = float(row["decode_s"]) * np.arange(1, n_steps + 1) / n_steps
-    else:
-        tokens = 1 + np.cumsum(cycles["n_committed"].to_numpy(dtype=float))
-        ends = cycles["end_s"].to_numpy(dtype=float)
+        raise InputError(f"demo: {row['clip_id']}: found 1 token, allowed: 2 or more")
+    cycles = cycles.sort_values("cycle")
+    tokens = 1 + np.cumsum(cycles["n_committed"].to_numpy(dtype=float))
+    ends = cycles["end_s"].to_numpy(dtype=float)
     return Playback(str(row["method"]), str(row["text"]), ends, tokens / tokens[-1])
 
 

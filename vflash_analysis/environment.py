@@ -25,7 +25,7 @@ TORCH = ("torch", "transformers", "accelerate", "safetensors", "tokenizers")
 READERS = ("decord", "eva-decord", "decord2", "av")
 NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")
 TRANSFORMERS_RANGE = ((5, 24), (5, 40))  # at least the first, below the second
-READER_THREADS = "OMP_NUM_THREADS"
+READER_THREADS = 2  # that a frame reader decodes with; many make small clips slower
 EOF_RETRY = "DECORD_EOF_RETRY_MAX"
 
 
@@ -104,7 +104,7 @@ def _reader_rows() -> list[dict[str, Any]]:
     note = "" if usable else "no reader of video files: install decord, eva-decord, decord2 or av"
     return [
         _row("frame readers", shown, " or ".join(READERS), bool(usable), note),
-        _row("num_threads", os.environ.get(READER_THREADS, "default"), "any", True, READER_THREADS),
+        _row("reader threads", READER_THREADS, "any", True),
         _row("eof_retry", os.environ.get(EOF_RETRY, "default"), "any", True, EOF_RETRY),
     ]
 

@@ -2,7 +2,7 @@
 
 A metric is a function of *parts*: one row per clip (or cycle, or anchor) with its `benchmark`, its
 `video` (the unit of resampling) and the sums `p0, p1, ...` that the formula needs. The value is the
-formula applied to the totals of the parts, and `stats.bootstrap` applies the same formula to
+formula applied to the totals of the parts, and `stats.Bootstrap` applies the same formula to
 resampled totals, so a value and its interval can never follow two definitions.
 
 A drafter's length is measured, never derived from a rate: acceptance is not independent over slots.
@@ -400,29 +400,22 @@ def identical_share_parts(generations: pd.DataFrame) -> pd.DataFrame:
     return _parts(rows, rows["identical_to_ar"].astype(float), 1.0)
 
 
-def macro(
-    values: Mapping[str, float],
-    required: Sequence[str] = BENCHMARKS,
-    allow_missing: bool = False,
-) -> float:
-    """Unweighted mean over benchmarks.
+def macro(values: Mapping[str, float]) -> float:
+    """Unweighted mean over the benchmarks.
 
     Args:
         values: value by benchmark; nan or absent means missing.
-        required: the benchmarks the mean is over.
-        allow_missing: average the ones there are (SPARROW's published row has four of five).
 
     Raises:
-        InputError: a benchmark is missing and that was not allowed, or is not a known one.
+        InputError: a benchmark is missing, or is not a known one.
     """
-    unknown = sorted(set(values) - set(required))
+    unknown = sorted(set(values) - set(BENCHMARKS))
     if unknown:
-        raise InputError(f"macro: unknown benchmarks {unknown}, allowed {list(required)}")
-    present = [name for name in required if not np.isnan(values.get(name, np.nan))]
-    missing = [name for name in required if name not in present]
-    if missing and not allow_missing:
-        raise InputError(f"macro: no value for {missing}, needed are {list(required)}")
-    return float(np.mean([values[name] for name in present])) if present else float("nan")
+        raise InputError(f"macro: unknown benchmarks {unknown}, allowed {list(BENCHMARKS)}")
+    missing = [name for name in BENCHMARKS if np.isnan(values.get(name, np.nan))]
+    if missing:
+        raise InputError(f"macro: no value for {missing}, needed are {list(BENCHMARKS)}")
+    return float(np.mean([values[name] for name in BENCHMARKS]))
 
 
 def plateau(values: Sequence[float], tolerance: float = 0.02) -> float | None:

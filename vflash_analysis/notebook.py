@@ -153,8 +153,8 @@ def _write_manifest(stage: OpenStage, planned: int, done: int, facts: Mapping[st
         "sample_seeds": list(profile.clips.sample_seeds),
         "train_seeds": list(profile.train_seeds),
     }
-    records.write_manifest(
-        stage.folder,
+    records.write_json_atomic(
+        stage.folder / records.MANIFEST_NAME,
         {
             **environment.machine(),
             "run_id": stage.run_id,

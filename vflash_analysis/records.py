@@ -33,8 +33,6 @@ from vflash_analysis.schemas import (
     CYCLES,
     GENERATIONS,
     KEY,
-    METHODS,
-    OBJECTIVES,
     ROW_KEY,
     SCHEMA_KEY,
     SCHEMAS,
@@ -45,19 +43,15 @@ from vflash_analysis.schemas import (
 
 __all__ = [
     "ANCHORS", "BENCHMARKS", "COMPARISON_METHODS", "CONTINUATIONS", "CYCLES", "GENERATIONS", "KEY",
-    "METHODS", "OBJECTIVES", "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
-    "empty_records", "git_state", "is_done", "merge_parts", "package_versions", "part_path",
+    "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
+    "empty_records", "git_state", "merge_parts", "package_versions", "part_path",
     "read_json", "read_records", "replace_atomically", "sha256_of_file", "to_table", "typed_frame",
-    "why_not_done", "write_done", "write_json_atomic", "write_manifest", "write_part",
-    "write_records",
+    "why_not_done", "write_done", "write_json_atomic", "write_part",
+    "write_records", "write_text_atomic",
 ]  # fmt: skip
 
 DONE_NAME = "DONE"
 MANIFEST_NAME = "manifest.json"
-MANIFEST_KEYS = (
-    "run_id", "stage", "profile", "git_commit", "git_dirty", "versions", "device", "driver",
-    "threads", "seeds", "inputs", "planned", "done",
-)  # fmt: skip
 
 Rows = pd.DataFrame | Iterable[Mapping[str, Any]]
 
@@ -238,6 +232,11 @@ def merge_parts(folder: str | Path, schema: Schema, part_ids: Sequence[str]) -> 
     return merged.num_rows
 
 
+def write_text_atomic(path: str | Path, text: str) -> None:
+    """Writes UTF-8 with `\\n` line ends to a temporary file and renames it."""
+    replace_atomically(Path(path), lambda temporary: temporary.write_bytes(text.encode()))
+
+
 def write_json_atomic(path: str | Path, payload: Any) -> None:
     """Writes JSON (sorted keys, one trailing newline; NaN and infinity refused) and renames it."""
     path = Path(path)
@@ -245,7 +244,7 @@ def write_json_atomic(path: str | Path, payload: Any) -> None:
         text = json.dumps(payload, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be written as JSON: {error}") from error
-    replace_atomically(path, lambda temporary: temporary.write_text(text + "\n", encoding="utf-8"))
+    write_text_atomic(path, text + "\n")
 
 
 def read_json(path: str | Path) -> Any:
@@ -293,36 +292,23 @@ def package_versions(names: Iterable[str]) -> dict[str, str | None]:
     return versions
 
 
-def write_manifest(folder: str | Path, facts: Mapping[str, Any]) -> None:
-    """Writes `manifest.json`; every key of MANIFEST_KEYS must be given, more are welcome."""
-    missing = [key for key in MANIFEST_KEYS if key not in facts]
-    if missing:
-        raise InputError(f"{Path(folder) / MANIFEST_NAME}: missing {missing}")
-    write_json_atomic(Path(folder) / MANIFEST_NAME, dict(facts))
-
-
 def _describe_output(path: Path) -> dict[str, Any]:
     rows = pq.read_metadata(path).num_rows if path.suffix == ".parquet" else None
     return {"bytes": path.stat().st_size, "rows": rows, "sha256": sha256_of_file(path)}
 
 
-def write_done(
-    folder: str | Path, payload: Mapping[str, Any], outputs: Iterable[str] | None = None
-) -> dict[str, Any]:
+def write_done(folder: str | Path, payload: Mapping[str, Any], outputs: Iterable[str]) -> None:
     """Writes `DONE`, the proof of completion: size, rows and SHA-256 of every output.
 
     Args:
         folder: the run's folder.
         payload: JSON facts to keep beside the outputs (counts, seconds).
-        outputs: names relative to `folder`; by default the record files and manifest in it.
+        outputs: names relative to `folder`.
 
     Raises:
         InputError: an output is missing or empty, or there is none at all.
     """
     folder = Path(folder)
-    if outputs is None:
-        found = [*folder.glob("*.parquet"), *folder.glob(MANIFEST_NAME)]
-        outputs = [path.name for path in found if not path.name.startswith(".")]
     names = sorted(set(outputs))
     if not names:
         raise InputError(f"{folder}: nothing to declare as done")
@@ -334,7 +320,6 @@ def write_done(
         "outputs": {name: _describe_output(folder / name) for name in names},
     }
     write_json_atomic(folder / DONE_NAME, done)
-    return done
 
 
 def why_not_done(folder: str | Path, check_sha256: bool = True) -> str | None:
@@ -358,8 +343,3 @@ def why_not_done(folder: str | Path, check_sha256: bool = True) -> str | None:
         if check_sha256 and sha256_of_file(path) != digest:
             return f"{path}: changed since it was declared done"
     return None
-
-
-def is_done(folder: str | Path, check_sha256: bool = True) -> bool:
-    """Whether `DONE` is there and every output it declares is unchanged."""
-    return why_not_done(folder, check_sha256) is None

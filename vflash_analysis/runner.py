@@ -7,8 +7,6 @@ running again does nothing and says so; a failed notebook is kept beside its res
 a failed shard is left out and named in the summary.
 """
 
-import csv
-import io
 import json
 import os
 import subprocess
@@ -19,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from vflash_analysis import paths, records
 from vflash_analysis.errors import InputError
@@ -303,15 +303,10 @@ def run_plan(
 
 def write_summary(outcomes: Sequence[Outcome], profile: str) -> Path:
     """Write `runs/<profile>/summary.csv`: one row per shard of the last run."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["shard", "status", "seconds", "reason", "notebook"])
-    for o in outcomes:
-        rows.writerow([o.shard, o.status, f"{o.seconds:.1f}", o.reason, o.notebook])
     path = paths.RUNS / profile / "summary.csv"
-    records.replace_atomically(
-        path, lambda draft: draft.write_text(text.getvalue(), encoding="utf-8")
-    )
+    rows = pd.DataFrame([vars(o) for o in outcomes])
+    text = rows.to_csv(index=False, float_format="%.1f", lineterminator="\n")
+    records.write_text_atomic(path, text)
     return path
 
 

@@ -9,15 +9,10 @@ from typing import Any
 import pyarrow as pa
 
 BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
-METHODS = (
-    "ar", "chain", "tree60", "lookup", "small_chain", "small_tree", "specvlm_ji", "specvlm_self",
-    "parallelvlm", "sparrow", "msd", "vispec", "medusa", "dflash", "lvspec", "viskip",
-)  # fmt: skip
 # Hugging Face's own loops, run on the same prompts as an independent comparison.
 COMPARISON_METHODS = ("hf_generate", "hf_dflash")
 # Name of the paper's target; its "-chat-hf" variant is another one.
 PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
-OBJECTIVES = ("mask_only", "true_reveal", "self_reveal", "wrong_reveal")
 
 KEY = ("run_id", "clip_id", "method", "drafter_sha256", "setting")
 ROW_KEY = (*KEY, "repeat")

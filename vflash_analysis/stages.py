@@ -276,7 +276,8 @@ def _find_stale(folder: Path, parameters_id: str) -> str | None:
             payload = records.read_json(done)["payload"]
         except (InputError, KeyError):
             continue
-        if payload.get("parameters_id") == parameters_id and records.is_done(done.parent, False):
+        same = payload.get("parameters_id") == parameters_id
+        if same and records.why_not_done(done.parent, check_sha256=False) is None:
             found.append((done.stat().st_mtime_ns, done.parent.name))
     return max(found)[1] if found else None
 

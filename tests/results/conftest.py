@@ -20,7 +20,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def records(place):
-    return load_records(place)
+    return load_records([place])
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from vflash_analysis.records import (
     BENCHMARKS,
     CYCLES,
     GENERATIONS,
+    ROW_KEY,
     SCHEMAS,
     TRAINING,
     blank_row,
@@ -184,6 +185,12 @@ def generation_row(
     return row | changes
 
 
+def cycle_row(row: dict[str, object], number: int) -> dict[str, object]:
+    """A CYCLES row under its generation's key; an AR cycle commits one token."""
+    keys = {key: row[key] for key in ROW_KEY}
+    return blank_row(CYCLES) | keys | {"cycle": number, "start_position": 300 + number}
+
+
 def decode_clip(
     method: str, clip_id: str, benchmark: str, rate: float, stream: int, device: str = DEVICE
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -203,7 +210,14 @@ def decode_clip(
             "decode_s": slow * ar_ms / 1000 * (new_tokens - 1),
             "identical_to_ar": True if method == "hf_generate" else None,
         }
-        return row, []
+        if method == "hf_generate":
+            return row, []
+        step = {"n_accepted": 0, "n_committed": 1, "censored": False, "draft_s": 0.0}
+        step |= {"verify_s": ar_ms / 1000, "other_s": 0.0}
+        return row, [
+            cycle_row(row, n) | step | {"end_s": (n + 1) * ar_ms / 1000}
+            for n in range(new_tokens - 1)
+        ]
     cycles = []
     committed, seconds = 0, 0.0
     while committed < new_tokens - 1:
@@ -221,10 +235,8 @@ def decode_clip(
         other = 0.5 if method == "chain" else 1.1
         seconds += (verify + draft + other) / 1000
         cycles.append(
-            {
-                **{k: row[k] for k in ("run_id", "clip_id", "method", "setting", "repeat")},
-                "drafter_sha256": "",
-                "cycle": len(cycles),
+            cycle_row(row, len(cycles))
+            | {
                 "start_position": 300 + committed,
                 "n_accepted": kept,
                 "n_committed": n_committed,
@@ -234,10 +246,6 @@ def decode_clip(
                 "other_s": other / 1000,
                 "end_s": seconds,
                 "draft_token_ids": [0] * 15 if method == "chain" and not cycles else None,
-                "draft_parents": None,
-                "draft_logprobs": None,
-                "target_token_ids": None,
-                "target_rank": None,
             }
         )
         committed += n_committed
@@ -270,7 +278,9 @@ def decode_rows(
         for clip in range(n_clips):
             clip_id = f"{benchmark}-{clip:02d}"
             for method in [m for m in methods if m in ("ar", "hf_generate")]:
-                generations.append(decode_clip(method, clip_id, benchmark, 0, 0, device)[0])
+                row, own = decode_clip(method, clip_id, benchmark, 0, 0, device)
+                generations.append(row)
+                cycles += own
             for arm in arms:
                 for seed in seeds:
                     for steps in budgets:

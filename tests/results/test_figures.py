@@ -20,8 +20,6 @@ from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.style import (
-    MARKERS,
-    PALETTE,
     STYLE,
     colour,
     error_bar,
@@ -32,7 +30,7 @@ from vflash_analysis.results.style import (
     styled,
 )
 from vflash_analysis.results.tables import speedup_table
-from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, read_tidy_csv
+from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, NAMES, read_tidy_csv
 from vflash_analysis.results.training_figures import objectives_figure, training_figure
 
 GROUPS = ["VDC", "Video-MME", "MVBench", "MLVU", "LVB", "macro average"]
@@ -164,7 +162,7 @@ def test_f4_lines_are_the_frames_values(slots):
         & (drawn["quantity"] == "survival")
         & (drawn["objective"] == "self_reveal")
     ]
-    line = next(line for line in figure.axes[1].lines if line.get_color() == PALETTE["self_reveal"])
+    line = next(line for line in figure.axes[1].lines if line.get_color() == colour("self_reveal"))
     sure = own["low"].notna()
     assert line.get_ydata().tolist() == own.loc[sure, "value"].tolist()
     assert line.get_xdata().tolist() == own.loc[sure, "setting"].astype(int).tolist()
@@ -173,10 +171,10 @@ def test_f4_lines_are_the_frames_values(slots):
 def test_case_130_colours_do_not_move_when_an_arm_is_absent(slots):
     without = slots.loc[(slots["objective"] != "mask_only") | (slots["method"] == "chain")]
     figure, _ = acceptance_figure(without)
-    assert PALETTE["mask_only"] not in line_colours(figure.axes[0])
+    assert colour("mask_only") not in line_colours(figure.axes[0])
     for axis in figure.axes[:4]:
-        assert PALETTE["self_reveal"] in line_colours(axis)
-    assert PALETTE["mask_only"] in line_colours(figure.axes[2])
+        assert colour("self_reveal") in line_colours(axis)
+    assert colour("mask_only") in line_colours(figure.axes[2])
 
 
 def test_case_139_equal_values_are_drawn(slots):
@@ -205,7 +203,7 @@ def test_f5_has_a_line_per_arm_and_panel(steps):
         *(f"accuracy at slot {slot}" for slot in (1, 2, 4, 8, 15)),
     ]
     for axis in figure.axes:
-        assert line_colours(axis) == {PALETTE[arm] for arm in ARM_ORDER}
+        assert line_colours(axis) == {colour(arm) for arm in ARM_ORDER}
 
 
 def test_f5_keeps_absent_arms_in_the_legend(steps):
@@ -274,10 +272,10 @@ def test_end_labels_are_kept_apart():
 
 # ---- style and files --------------------------------------------------------------------------
 def test_every_method_and_arm_has_a_colour_of_its_own():
-    assert set(METHOD_ORDER) | set(ARM_ORDER) <= set(PALETTE)
-    assert len({PALETTE[arm] for arm in ARM_ORDER}) == len(ARM_ORDER)
-    assert len({MARKERS[arm] for arm in ARM_ORDER}) == len(ARM_ORDER)
-    assert len({PALETTE[method] for method in METHOD_ORDER}) == len(METHOD_ORDER)
+    arms, methods = ([NAMES[key] for key in order] for order in (ARM_ORDER, METHOD_ORDER))
+    for shown in (arms, methods):
+        assert len({name.colour for name in shown}) == len(shown)
+    assert len({name.marker for name in arms}) == len(arms)
     with pytest.raises(InputError, match="no colour for 'mystery'"):
         colour("mystery")
 

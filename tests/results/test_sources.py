@@ -14,7 +14,7 @@ from tests.results.synthetic import (
     records_of,
 )
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, GENERATIONS, typed_frame, write_done, write_records
+from vflash_analysis.records import ANCHORS, GENERATIONS, typed_frame, write_records
 from vflash_analysis.results import sources
 from vflash_analysis.results.sources import (
     arm_names,
@@ -33,7 +33,6 @@ SETTINGS = {"arms": ("self_reveal",), "seeds": (1,), "budgets": (100,), "sizes":
 def test_without_a_run_the_tracked_records_are_stored(place, monkeypatch):
     monkeypatch.setattr(sources, "TRACKED_RECORDS", place)
     assert load_records().status == "stored"
-    assert load_records(place).status == "stored"
 
 
 def test_a_runs_records_are_measured(place, records):
@@ -41,36 +40,20 @@ def test_a_runs_records_are_measured(place, records):
     assert records.source == str(place)
 
 
-def test_finished_runs_below_a_folder_are_collected(tmp_path):
-    for run in ("a", "b"):
-        rows = [generation_row("ar", f"{run}1", new_tokens=3, verify_calls=2, decode_s=0.1)]
-        folder = tmp_path / "decode" / run
-        write_records(folder / "generations.parquet", rows, GENERATIONS)
-        if run == "a":
-            write_done(folder, {})
-    found = load_records(tmp_path)
-    assert found.generations["clip_id"].tolist() == ["a1"]
-    assert found.cycles.empty
-    write_done(tmp_path / "decode" / "b", {})
-    assert len(load_records(tmp_path).generations) == 2
-    assert len(load_records([tmp_path / "decode" / "a"]).generations) == 1
-
-
-def test_a_run_that_changed_after_it_was_done_is_refused(tmp_path):
-    rows = [generation_row("ar", "a")]
-    write_records(tmp_path / "r" / "generations.parquet", rows, GENERATIONS)
-    write_done(tmp_path / "r", {})
-    rows = [generation_row("ar", "another clip")]
-    write_records(tmp_path / "r" / "generations.parquet", rows, GENERATIONS)
-    with pytest.raises(InputError, match="run the stage again"):
-        load_records(tmp_path)
+def test_the_records_of_several_folders_are_read_together(tmp_path):
+    folders = [tmp_path / run for run in ("a", "b")]
+    for folder in folders:
+        row = generation_row("ar", folder.name, new_tokens=3, verify_calls=2, decode_s=0.1)
+        write_records(folder / "generations.parquet", [row], GENERATIONS)
+    found = load_records(folders)
+    assert found.generations["clip_id"].tolist() == ["a", "b"]
+    assert found.cycles.empty and found.source == "2 run folders"
 
 
 def test_folders_without_records_are_refused(tmp_path):
-    with pytest.raises(InputError, match="no record files"):
-        load_records(tmp_path)
-    with pytest.raises(InputError, match="no such records folder"):
-        load_records(tmp_path / "absent")
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(InputError, match="no record files"):
+            load_records([folder])
     with pytest.raises(InputError, match=r"unknown tables \['anchor'\]"):
         records_from_frames({"anchor": pd.DataFrame()}, "x")
 

@@ -12,6 +12,7 @@ from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.sources import Bootstrap
 from vflash_analysis.results.tables import (
     accepted_length_table,
+    is_comparable,
     lossless_table,
     speedup_rows,
     speedup_table,
@@ -297,6 +298,10 @@ def test_t9_compares_on_the_papers_target_and_hardware():
     page = frame.loc[frame["source"] == "vflash_fm_page"]
     assert set(page.loc[page["method"] == "chain", "status"]) == {"comparable"}
     assert pick(page, quantity="ar_ms_per_token")["status"] == "comparable"
+    elsewhere = [row | {"device": "2 CPU cores", "run_id": "r2"} for row in rows]
+    both = records_of(pd.DataFrame([*rows, *elsewhere]))
+    assert is_comparable(records_of(pd.DataFrame(rows))) and not is_comparable(both)
+    assert not is_comparable(records_of(pd.DataFrame(columns=list(rows[0]))))
 
 
 def test_tables_of_no_records_say_missing(boot):

@@ -21,7 +21,6 @@ from vflash_analysis.clips.sampling import (
     choose_indices,
     stream_duration,
     uniform_times,
-    validate_indices,
 )
 
 BACKENDS = ("decord", "pyav")
@@ -85,9 +84,7 @@ def select_frames(starts_s: np.ndarray, duration_s: float, num_frames: int) -> n
         raise ReadFailure(
             "damaged", f"the time stamps of {len(starts_s)} frames span {duration_s:g} s"
         )
-    return validate_indices(
-        choose_indices(starts_s, uniform_times(duration_s, num_frames)), len(starts_s)
-    )
+    return choose_indices(starts_s, uniform_times(duration_s, num_frames))
 
 
 # ---------------------------------------------------------------- decord

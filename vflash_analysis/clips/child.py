@@ -37,8 +37,7 @@ class _ChildGone(Exception):
 class Child:
     """One child process, started on first use, replaced after a time-out or a crash."""
 
-    def __init__(self, extra_environment: dict[str, str]):
-        self._extra_environment = extra_environment
+    def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner: int | None = None
         self._log: Any = None
@@ -82,7 +81,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env={**environment, **self._extra_environment},
+            env=environment,
             bufsize=0,
             start_new_session=True,  # Ctrl-C in a notebook reaches this process only
         )

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import replace_atomically, sha256_of_file
-
-NAMED = 5  # names shown in an error line; the rest is counted
+from vflash_analysis.records import sha256_of_file, write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ def write_clip_list(path: str | os.PathLike[str], clips: Iterable[Clip]) -> Path
         full = os.path.abspath(clip.path)
         row["path"] = os.path.relpath(full, folder) if full.startswith(folder + os.sep) else full
         lines.append(json.dumps(row, ensure_ascii=False, sort_keys=True, allow_nan=False) + "\n")
-    replace_atomically(path, lambda part: part.write_text("".join(lines), encoding="utf-8"))
+    write_text_atomic(path, "".join(lines))
     return path
 
 
@@ -93,19 +91,12 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
     return clips
 
 
-def read_video_list(
-    path: str | os.PathLike[str],
-    benchmark: str = "custom",
-    split: str = "training",
-    root: str | None = None,
-) -> list[Clip]:
-    """Read any JSONL whose lines hold at least `video` and `prompt`.
+def read_video_list(path: str | os.PathLike[str]) -> list[Clip]:
+    """Read any JSONL whose lines hold at least `video` and `prompt`, as training clips.
 
     `id` and `reference` are taken where given, other fields are left aside. Without `id` the
-    video's path as written, less its extension, is the clip's id.
-
-    Args:
-        root: folder that relative video paths count from; the list's own folder where it is None.
+    video's path as written, less its extension, is the clip's id. Relative paths count from the
+    list's folder.
 
     Raises:
         InputError: no such list, a line without `video` or `prompt`, or an id that occurs twice.
@@ -116,8 +107,8 @@ def read_video_list(
         video, prompt = need_text(place, row, "video"), need_text(place, row, "prompt")
         clip_id = need_text(place, row, "id") if "id" in row else os.path.splitext(video)[0]
         reference = need_text(place, row, "reference") if row.get("reference") is not None else None
-        full = os.path.abspath(os.path.join(root or path.parent, video))
-        clips.append(Clip(clip_id, benchmark, split, full, prompt, reference))
+        full = os.path.abspath(os.path.join(path.parent, video))
+        clips.append(Clip(clip_id, "custom", "training", full, prompt, reference))
     _refuse_repeated_ids(str(path), clips)
     return clips
 
@@ -160,22 +151,6 @@ def _refuse_repeated_ids(place: str, clips: Sequence[Clip]) -> None:
 
 
 # ---------------------------------------------------------------- checks
-
-
-def missing_clips(clips: Iterable[Clip]) -> list[Clip]:
-    """Return the clips whose file is not there."""
-    return [clip for clip in clips if not os.path.isfile(clip.path)]
-
-
-def require_clips(clips: Sequence[Clip]) -> None:
-    """Raise InputError naming clips whose file is not there; for runs under `on_bad_clip: fail`."""
-    missing = missing_clips(clips)
-    if missing:
-        names = ", ".join(
-            f"{clip.benchmark} {clip.clip_id} ({clip.path})" for clip in missing[:NAMED]
-        )
-        more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-        raise InputError(f"{len(missing)} of {len(clips)} clips are missing: {names}{more}")
 
 
 def check_disjoint(training: Sequence[Clip], evaluation: Sequence[Clip]) -> None:

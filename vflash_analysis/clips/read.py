@@ -24,6 +24,7 @@ import numpy as np
 from vflash_analysis.clips.backends import BACKENDS, DEPTH_OF_INTEREST
 from vflash_analysis.clips.child import Child
 from vflash_analysis.clips.sampling import uniform_times, validate_indices
+from vflash_analysis.environment import READER_THREADS
 from vflash_analysis.errors import InputError
 
 REASONS = (
@@ -132,8 +133,6 @@ class FrameReader:
         fallback: let the other built-in backend try a clip the first cannot read; both reasons are
             kept.
         num_threads: decoding threads; a few are enough, many make small clips slower.
-        eof_retry_max: sets DECORD_EOF_RETRY_MAX in the child before decord is imported; None leaves
-            it as it is.
         max_substituted_share: a clip with more replaced frames than this share of its distinct
             frames is damaged.
     """
@@ -144,8 +143,7 @@ class FrameReader:
         backend: str = "decord",
         *,
         fallback: bool = True,
-        num_threads: int = 2,
-        eof_retry_max: int | None = None,
+        num_threads: int = READER_THREADS,
         max_substituted_share: float = 0.1,
     ):
         if backend not in BACKENDS and ":" not in backend:
@@ -161,8 +159,7 @@ class FrameReader:
             self.backends += [name for name in BACKENDS if name != backend]
         self.num_threads = num_threads
         self.max_substituted_share = max_substituted_share
-        extra = {} if eof_retry_max is None else {"DECORD_EOF_RETRY_MAX": str(eof_retry_max)}
-        self._child = Child(extra)
+        self._child = Child()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -179,18 +176,6 @@ class FrameReader:
     def close(self) -> None:
         """End the child; the reader can be used again and starts a new one."""
         self._child.close()
-
-    def describe(self) -> dict[str, Any]:
-        """Return the child's reader versions and settings, for the environment table."""
-        with self._lock:
-            self._child.start()
-        facts = self._child.environment
-        return {
-            **facts,
-            "backends": list(self.backends),
-            "num_threads": self.num_threads,
-            "timeout_s": self.timeout_s,
-        }
 
     def read(self, path: str | os.PathLike[str], num_frames: int) -> ClipFrames:
         """Return exactly `num_frames` frames spread uniformly over the clip's time.

@@ -30,6 +30,11 @@ DESCRIPTION_PROMPT = (
     "their actions, and the background scenes."
 )
 
+# Keys of a suite file that nothing computes with, as on the hub's card.
+FOR_THE_READER = (
+    "title", "revision", "licence", "gated", "expected_clips", "notes", "unverified",
+)  # fmt: skip
+
 
 # ---------------------------------------------------------------- a suite's description
 
@@ -47,37 +52,27 @@ class Suite:
     """One YAML file of `data/suites/`: where a public suite comes from and how its folder is read.
 
     Attributes:
-        name: benchmark column. title: full name. adapter: a key of `ADAPTERS`.
-        hub_id, other_hub_ids: dataset names on the hub, the papers' own first. revision: pinned
-            commit or branch.
-        split, licence, gated: as the hub's card says.
+        name: benchmark column. adapter: a key of `ADAPTERS`.
+        hub_id, other_hub_ids: dataset names on the hub, the papers' own first.
+        split: as the hub's card says.
         metadata, videos: a file pattern and a folder inside the dataset's folder.
         extensions: tried in this order after the name that the metadata gives.
         prompt: "question" asks the row's own question, "description" `DESCRIPTION_PROMPT`.
-        expected_clips: different videos the suite should list; None where that is not known.
         tasks: for suites with a file per task.
-        notes, unverified: sentences for the reader; nothing computes with them.
     """
 
     name: str
-    title: str
     adapter: Literal[
         "video_detail_caption", "video_mme", "mvbench", "mlvu", "long_video_bench", "jsonl"
     ]
     hub_id: str
     other_hub_ids: tuple[str, ...] | None
-    revision: str | None
     split: str
-    licence: str
-    gated: bool
     metadata: str
     videos: str
     extensions: tuple[str, ...]
     prompt: Literal["question", "description"]
-    expected_clips: int | None
     tasks: tuple[Task, ...] | None
-    notes: tuple[str, ...] | None
-    unverified: tuple[str, ...] | None
 
 
 def load_suite(path: str | os.PathLike[str]) -> Suite:
@@ -87,7 +82,9 @@ def load_suite(path: str | os.PathLike[str]) -> Suite:
         InputError: unreadable, or an unknown, missing or mistyped key, by name.
     """
     path = Path(path)
-    return strict.build(Suite, strict.read_yaml(path), path.name)
+    keys = strict.read_yaml(path)
+    used = {key: value for key, value in keys.items() if key not in FOR_THE_READER}
+    return strict.build(Suite, used, path.name)
 
 
 def load_suites(folder: str | os.PathLike[str]) -> dict[str, Suite]:
@@ -278,8 +275,7 @@ def suite_clips(
     """Return the fixed clip list of a suite and sample seed, in the order of `draw_clip_ids`.
 
     Clips whose file is not there stay in the list, so that a run reports them by name ("missing")
-    and a partly downloaded suite never shifts the draw. Use `lists.missing_clips` to name them
-    beforehand.
+    and a partly downloaded suite never shifts the draw.
 
     Raises:
         InputError: folder or metadata missing or not as described, or fewer videos than asked for.

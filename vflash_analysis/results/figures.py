@@ -21,7 +21,6 @@ from vflash_analysis.results import published
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM
 from vflash_analysis.results.style import (
     INK,
-    MARKERS,
     QUIET,
     Drawn,
     arm_handles,
@@ -29,6 +28,7 @@ from vflash_analysis.results.style import (
     devices_text,
     error_bar,
     finish,
+    marker,
     new_figure,
     no_data,
     span_text,
@@ -176,11 +176,11 @@ def _draw_slots(axis: Axes, rows: pd.DataFrame, arm: str) -> None:
     x = rows["slot"].to_numpy(dtype=float)
     value, low, high = (rows[name].to_numpy(dtype=float) for name in ("value", "low", "high"))
     sure = np.isfinite(low) & np.isfinite(high)
-    tone, marker = colour(arm), MARKERS.get(arm, "o")
+    tone, sign = colour(arm), marker(arm)
     axis.fill_between(x, low, high, where=sure.tolist(), color=tone, alpha=0.16, linewidth=0)
-    axis.plot(x[sure], value[sure], color=tone, marker=marker, zorder=4)
+    axis.plot(x[sure], value[sure], color=tone, marker=sign, zorder=4)
     axis.plot(
-        x[~sure], value[~sure], marker, color="white", markeredgecolor=tone, alpha=0.7, zorder=3
+        x[~sure], value[~sure], sign, color="white", markeredgecolor=tone, alpha=0.7, zorder=3
     )
 
 

@@ -104,7 +104,7 @@ def _difference_rows(
         for (seed,), own in grouped(parts, ["train_seed"])
     ]
     value = boot.seeds_and_videos(parts, difference_of_ratios)
-    by_seed = t_interval([difference for _, difference in per_seed], boot.level)
+    by_seed = t_interval([difference for _, difference in per_seed])
     n = int(parts["p1"].gt(0).sum())
     rows = [
         row("paired_difference", value, "tokens", n, setting=setting),

@@ -1,4 +1,4 @@
-"""The numbers printed in the papers, as tidy rows, and a check of their macro averages.
+"""The numbers printed in the papers, as tidy rows.
 
 They stand beside ours with the hardware they were measured on and never enter a mean of ours. The
 row "SpecVLM (0.5B drafter)" is the training-free SpecVLM of Ji et al.; another system of the same
@@ -8,14 +8,11 @@ name (Huang et al.) appears in the headlines under its own.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import macro
 from vflash_analysis.paths import DATA
 from vflash_analysis.records import BENCHMARKS
 from vflash_analysis.results.tidy import (
@@ -49,18 +46,18 @@ _SPARROW_KEYS = {"MSD": "msd", "ViSpec": "vispec", "ViSpec (orig.)": "vispec",
 _BENCHMARK_NAMES = {"VideoDetailCaption": "VDC", "LongVideoBench": "LVB"}
 
 
-def load_published(name: str, folder: Path = PUBLISHED) -> pd.DataFrame:
+def load_published(name: str) -> pd.DataFrame:
     """One CSV of `data/published` with every cell as text, as printed."""
-    path = folder / f"{name}.csv"
+    path = PUBLISHED / f"{name}.csv"
     if not path.is_file():
         raise InputError(
-            f"{path}: no such file; allowed are {sorted(p.stem for p in folder.glob('*.csv'))}"
+            f"{path}: no such file; allowed are {sorted(p.stem for p in PUBLISHED.glob('*.csv'))}"
         )
     return pd.read_csv(path, dtype=str, keep_default_na=False)
 
 
-def _cells(name: str, folder: Path) -> list[dict[str, str]]:
-    table = load_published(name, folder)
+def _cells(name: str) -> list[dict[str, str]]:
+    table = load_published(name)
     return [{str(key): str(cell) for key, cell in row.items()} for row in table.to_dict("records")]
 
 
@@ -76,12 +73,12 @@ def printed_number(text: str) -> Interval:
     return Interval(numbers[0] if numbers else math.nan, math.nan, math.nan, 0)
 
 
-def speedups(folder: Path = PUBLISHED) -> pd.DataFrame:
+def speedups() -> pd.DataFrame:
     """The page's speed-up table: method, variant, benchmark, value, device, source, note.
 
     `method` is ours (`METHOD_KEYS`), `value` nan where the page says "not reported".
     """
-    table = load_published("speedup_llava_onevision_7b", folder)
+    table = load_published("speedup_llava_onevision_7b")
     pairs = list(zip(table["method"], table["variant"], strict=True))
     unknown = sorted(set(pairs) - set(METHOD_KEYS))
     if unknown:
@@ -93,20 +90,6 @@ def speedups(folder: Path = PUBLISHED) -> pd.DataFrame:
     ).drop(columns="speedup")
 
 
-def recomputed_macros(folder: Path = PUBLISHED) -> pd.DataFrame:
-    """Printed macro averages beside the mean of their printed cells.
-
-    Columns: method, printed, recomputed (nan without cells), n (cells averaged).
-    """
-    rows = []
-    for method, table in speedups(folder).groupby("method", sort=False):
-        values = dict(zip(table["benchmark"], table["value"], strict=True))
-        printed = values.pop("macro")
-        cells = {name: value for name, value in values.items() if not np.isnan(value)}
-        rows.append((method, printed, macro(cells, allow_missing=True), len(cells)))
-    return pd.DataFrame(rows, columns=["method", "printed", "recomputed", "n"])
-
-
 def same_setup(target: str, device: str) -> bool:
     """Whether our numbers were measured on the page's target and hardware, so they compare.
 
@@ -115,9 +98,7 @@ def same_setup(target: str, device: str) -> bool:
     return target == PAPER_TARGET and "h100" in device.lower()
 
 
-def speedup_rows(
-    item: str, comparable: bool, ours: set[str] | None = None, folder: Path = PUBLISHED
-) -> list[dict[str, Any]]:
+def speedup_rows(item: str, comparable: bool, ours: set[str] | None = None) -> list[dict[str, Any]]:
     """The page's speed-ups as tidy rows.
 
     Args:
@@ -126,10 +107,10 @@ def speedup_rows(
         ours: methods that we measured; None means do not tell them apart. A published method that
             we did not run is "published only", the rest "not comparable" unless they compare.
     """
-    facts = _protocol(folder)
+    facts = _protocol()
     per_benchmark = int(facts["clips_per_benchmark_and_seed"]) * int(facts["seeds"])
     rows = []
-    for cell in speedups(folder).to_dict("records"):
+    for cell in speedups().to_dict("records"):
         from_page = cell["device"] == PAGE_DEVICE
         status = COMPARABLE if from_page and comparable else NOT_COMPARABLE
         if ours is not None and cell["method"] not in ours:
@@ -148,13 +129,13 @@ def speedup_rows(
     return rows
 
 
-def _protocol(folder: Path) -> dict[str, str]:
-    return {row["quantity"]: row["value"] for row in _cells("vflash_fm_protocol", folder)}
+def _protocol() -> dict[str, str]:
+    return {row["quantity"]: row["value"] for row in _cells("vflash_fm_protocol")}
 
 
-def protocol_rows(item: str, status: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
+def protocol_rows(item: str, status: str) -> list[dict[str, Any]]:
     """The page's autoregressive milliseconds per token, and its demo clips' equality with AR."""
-    facts = _protocol(folder)
+    facts = _protocol()
     n = int(facts["demo_clips"])
     ends = [float(facts["ar_ms_per_token_low"]), float(facts["ar_ms_per_token_high"])]
     origin = Origin(item, PAGE_DEVICE, status, PAGE)
@@ -200,7 +181,7 @@ def _length(cell: dict[str, str]) -> dict[str, str]:
     }
 
 
-def headline_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
+def headline_rows(item: str) -> list[dict[str, Any]]:
     """What the neighbours printed for other targets."""
     return [
         _published_only(
@@ -210,14 +191,14 @@ def headline_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
             method=_HEADLINE_KEYS.get(cell["method"], cell["method"]),
             setting=setting_text(target=cell["target"] or None, note=cell["note"] or None),
         )
-        for cell in _cells("other_targets_headlines", folder)
+        for cell in _cells("other_targets_headlines")
     ]
 
 
-def sparrow_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
+def sparrow_rows(item: str) -> list[dict[str, Any]]:
     """SPARROW's tables 1 and 7 (visual input), 4 and 5 (visual length) and 6 (components)."""
     rows = []
-    for cell in _cells("sparrow_table4_visual_length", folder):
+    for cell in _cells("sparrow_table4_visual_length"):
         keys = {
             "method": _SPARROW_KEYS[cell["method"]],
             "benchmark": "VDC",
@@ -226,14 +207,14 @@ def sparrow_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
         speed = {"quantity": "decode_speedup", "value": cell["decode_speedup"], "unit": "x"}
         rows.append(_published_only(item, TABLE4_DEVICE, _length(cell), **keys))
         rows.append(_published_only(item, TABLE4_DEVICE, {**cell, **speed}, **keys))
-    for cell in _cells("sparrow_table5_breakdown", folder):
+    for cell in _cells("sparrow_table5_breakdown"):
         setting = setting_text(visual_tokens=cell["visual_tokens"])
         rows.append(
             _published_only(
                 item, TABLE5_DEVICE, cell, method="sparrow", benchmark="VDC", setting=setting
             )
         )
-    for cell in _cells("sparrow_table6_components", folder):
+    for cell in _cells("sparrow_table6_components"):
         names = ("visual_tokens", "mtp", "ivsb", "vata")
         rows.append(
             _published_only(
@@ -246,7 +227,7 @@ def sparrow_rows(item: str, folder: Path = PUBLISHED) -> list[dict[str, Any]]:
             )
         )
     for table, phase in (("1_training_input", "training"), ("7_inference_input", "inference")):
-        for cell in _cells(f"sparrow_table{table}", folder):
+        for cell in _cells(f"sparrow_table{table}"):
             rows.append(
                 _published_only(
                     item,

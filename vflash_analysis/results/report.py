@@ -6,7 +6,7 @@ records go to `figures/latest`. Notebooks call `make_table` and `make_figure` fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +18,7 @@ from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.objectives import objectives_table
-from vflash_analysis.results.sources import DEFAULT_BOOTSTRAP, Bootstrap, Records, load_records
+from vflash_analysis.results.sources import Bootstrap, Records, load_records
 from vflash_analysis.results.style import save_figure
 from vflash_analysis.results.tables import accepted_length_table, lossless_table, speedup_table
 from vflash_analysis.results.tidy import STORED
@@ -45,72 +45,45 @@ FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
     "F4_acceptance_by_position": (acceptance_frame, acceptance_figure),
     "F5_training": (lambda records, boot: training_frame(records), training_figure),
 }
-ITEMS = (*TABLES, *FIGURE_OF_TABLE, *FIGURE_OF_FRAME)
 
 
-def make_table(
-    stem: str, records: Records | None = None, boot: Bootstrap = DEFAULT_BOOTSTRAP
-) -> Table:
-    """One table, from the tracked records where none are given."""
+def make_table(stem: str, records: Records, boot: Bootstrap) -> Table:
+    """One table."""
     if stem not in TABLES:
         raise InputError(f"table '{stem}', allowed are {list(TABLES)}")
-    return TABLES[stem](records or load_records(), boot)
+    return TABLES[stem](records, boot)
 
 
 def make_figure(
-    stem: str,
-    records: Records | None = None,
-    boot: Bootstrap = DEFAULT_BOOTSTRAP,
-    table: Table | None = None,
+    stem: str, records: Records, boot: Bootstrap, table: Table | None = None
 ) -> tuple[Figure, pd.DataFrame]:
     """One figure and the frame it drew; `table` spares making the figure's table again."""
     if stem in FIGURE_OF_TABLE:
         of, draw = FIGURE_OF_TABLE[stem]
-        made = table or make_table(of, records, boot)
-        return draw(made.frame)
+        return draw((table or make_table(of, records, boot)).frame)
     if stem in FIGURE_OF_FRAME:
         frame_of, draw = FIGURE_OF_FRAME[stem]
-        return draw(frame_of(records or load_records(), boot))
+        return draw(frame_of(records, boot))
     raise InputError(f"figure '{stem}', allowed are {[*FIGURE_OF_TABLE, *FIGURE_OF_FRAME]}")
 
 
-def default_place(records: Records) -> Path:
-    """`figures/pocket` for the tracked records, `figures/latest` for a run's."""
-    return FIGURES / ("pocket" if records.status == STORED else "latest")
-
-
-def build_results(
-    records: Records | str | Path | Sequence[str | Path] | None = None,
-    figures_folder: str | Path | None = None,
-    items: Sequence[str] = ITEMS,
-    n_samples: int = DEFAULT_BOOTSTRAP.n_samples,
-) -> list[Path]:
-    """Builds the tables and figures of a place and returns the files written.
+def build_results(records: Records | None = None, *, n_samples: int) -> list[Path]:
+    """Builds every table and figure of a place and returns the files written.
 
     Args:
-        records: record frames, or the folders that hold them (see `load_records`); None for the
-            tracked pocket records.
-        figures_folder: where the files go; None for the place that fits the records.
-        items: which of `ITEMS`.
+        records: a run's, drawn into `figures/latest`; None for the tracked pocket records, drawn
+            into `figures/pocket`.
         n_samples: bootstrap resamples.
 
     Raises:
-        InputError: an unknown item, or records that must not be pooled.
+        InputError: records that must not be pooled.
     """
-    unknown = [item for item in items if item not in ITEMS]
-    if unknown:
-        raise InputError(f"items {unknown}, allowed are {list(ITEMS)}")
-    if not isinstance(records, Records):
-        records = load_records(records)
+    records = records or load_records()
     boot = Bootstrap(n_samples=n_samples)
-    folder = default_place(records) if figures_folder is None else Path(figures_folder)
-    needed = {FIGURE_OF_TABLE[item][0] for item in items if item in FIGURE_OF_TABLE}
-    tables = {stem: make_table(stem, records, boot) for stem in TABLES if stem in {*items, *needed}}
-    paths: list[Path] = []
-    for stem in items:
-        if stem in TABLES:
-            paths += write_table(folder, tables[stem])
-        else:
-            of = FIGURE_OF_TABLE.get(stem, ("",))[0]
-            paths += save_figure(folder, stem, *make_figure(stem, records, boot, tables.get(of)))
+    folder = FIGURES / ("pocket" if records.status == STORED else "latest")
+    tables = {stem: make_table(stem, records, boot) for stem in TABLES}
+    paths = [path for table in tables.values() for path in write_table(folder, table)]
+    for stem in (*FIGURE_OF_TABLE, *FIGURE_OF_FRAME):
+        table = tables[FIGURE_OF_TABLE[stem][0]] if stem in FIGURE_OF_TABLE else None
+        paths += save_figure(folder, stem, *make_figure(stem, records, boot, table))
     return paths

@@ -1,8 +1,7 @@
 """What tables and figures are made from: the record frames of one place, and which drafter is which.
 
 Without a run the tracked pocket records stand in, and everything drawn from them is marked
-"stored". Several folders may be given. One that holds record files is read as it is; below any other
-the finished runs are read, and one whose files changed since its `DONE` is refused.
+"stored".
 """
 
 from __future__ import annotations
@@ -13,55 +12,23 @@ from pathlib import Path
 
 import pandas as pd
 
-from vflash_analysis import stats
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import Combine, grouped, part_columns, ratio, usable, usable_cycles
+from vflash_analysis.metrics import grouped, part_columns, usable, usable_cycles
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
     CYCLES,
-    DONE_NAME,
     GENERATIONS,
     TRAINING,
     Schema,
     empty_records,
     read_records,
-    why_not_done,
 )
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
-from vflash_analysis.stats import Interval
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP as DEFAULT_BOOTSTRAP  # callers take both here
+from vflash_analysis.stats import Bootstrap as Bootstrap
 
 TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
-
-
-@dataclass(frozen=True)
-class Bootstrap:
-    """Resamples, seed and level of every interval in a table."""
-
-    n_samples: int = 2000
-    seed: int = 0
-    level: float = 0.95
-
-    def caption(self) -> str:
-        return (
-            f"Brackets and bands: {100 * self.level:g} % bootstrap over videos within their "
-            f"benchmark ({self.n_samples} resamples)."
-        )
-
-    def videos(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
-        """`stats.bootstrap` with these settings."""
-        return stats.bootstrap(parts, combine, self.n_samples, self.seed, self.level)
-
-    def macro(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
-        """`stats.bootstrap_macro` over the five benchmarks with these settings."""
-        return stats.bootstrap_macro(parts, combine, self.n_samples, self.seed, self.level)
-
-    def seeds_and_videos(self, parts: pd.DataFrame, combine: Combine = ratio) -> Interval:
-        """`stats.hierarchical_bootstrap` with these settings."""
-        return stats.hierarchical_bootstrap(parts, combine, self.n_samples, self.seed, self.level)
-
-
-DEFAULT_BOOTSTRAP = Bootstrap()
 
 
 @dataclass(frozen=True)
@@ -74,22 +41,6 @@ class Records:
     training: pd.DataFrame
     status: str
     source: str
-
-
-def _folders_with_records(folder: Path) -> list[Path]:
-    if any((folder / f"{schema.name}.parquet").is_file() for schema in TABLES):
-        return [folder]
-    found = sorted(path.parent for path in folder.rglob(DONE_NAME))
-    with_records = [
-        path
-        for path in found
-        if any((path / f"{schema.name}.parquet").is_file() for schema in TABLES)
-    ]
-    for path in with_records:
-        reason = why_not_done(path)
-        if reason:
-            raise InputError(f"{reason}: run the stage again")
-    return with_records
 
 
 def _read_all(folders: Sequence[Path], schema: Schema) -> pd.DataFrame:
@@ -115,34 +66,20 @@ def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
         )
 
 
-def load_records(folders: str | Path | Sequence[str | Path] | None = None) -> Records:
-    """Reads the records of a place.
-
-    Args:
-        folders: a folder that holds record files, one that holds finished run folders at any
-            depth, or several of either; None for the tracked pocket records.
+def load_records(folders: Sequence[Path] | None = None) -> Records:
+    """Reads the record files of the folders together; None for the tracked pocket records.
 
     Raises:
-        InputError: a folder is absent or holds no records, a run changed since it was done, or
-            one drafter's decode of a clip is there twice.
+        InputError: a folder is absent or holds no records, or one drafter's decode of a clip is
+            there twice.
     """
-    stored = folders is None
-    given = [TRACKED_RECORDS] if folders is None else folders
-    if isinstance(given, (str, Path)):
-        given = [given]
-    paths = [Path(path) for path in given]
-    found: list[Path] = []
+    paths = [TRACKED_RECORDS] if folders is None else folders
     for path in paths:
-        if not path.is_dir():
-            raise InputError(f"{path}: no such records folder")
-        here = _folders_with_records(path)
-        if not here:
+        if not any((path / f"{schema.name}.parquet").is_file() for schema in TABLES):
             raise InputError(f"{path}: no record files; expected {[t.name for t in TABLES]}")
-        found += here
-        stored = stored or path.resolve() == TRACKED_RECORDS.resolve()
-    frames = {schema.name: _read_all(found, schema) for schema in TABLES}
+    frames = {schema.name: _read_all(paths, schema) for schema in TABLES}
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
-    return records_from_frames(frames, source, STORED if stored else MEASURED)
+    return records_from_frames(frames, source, STORED if folders is None else MEASURED)
 
 
 def records_from_frames(

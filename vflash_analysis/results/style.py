@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import replace_atomically
-from vflash_analysis.results.tidy import label, write_tidy_csv
+from vflash_analysis.results.tidy import NAMES, label, write_tidy_csv
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,41 +29,6 @@ Drawn = tuple[Figure, pd.DataFrame]
 
 INK, QUIET, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
 
-# Okabe and Ito's colours and their neighbours: told apart with the common colour deficiencies.
-PALETTE: Mapping[str, str] = {
-    "ar": "#595959",
-    "chain": "#56B4E9",
-    "tree60": "#0072B2",
-    "lookup": "#B2A23F",
-    "small_chain": "#8C6BB1",
-    "small_tree": "#5E3C99",
-    "specvlm_ji": "#E69F00",
-    "specvlm_self": "#B97E00",
-    "parallelvlm": "#009E73",
-    "sparrow": "#CC79A7",
-    "msd": "#A6761D",
-    "vispec": "#66A61E",
-    "medusa": "#E7298A",
-    "dflash": "#1B9E77",
-    "lvspec": "#D55E00",
-    "viskip": "#7570B3",
-    "hf_generate": "#8A8A8A",
-    "hf_dflash": "#A6CEE3",
-    "mask_only": "#D55E00",
-    "mask_only_2x": "#E69F00",
-    "true_reveal": "#009E73",
-    "wrong_reveal": "#CC79A7",
-    "self_reveal_rev0": "#56B4E9",
-    "self_reveal": "#0072B2",
-}
-MARKERS: Mapping[str, str] = {
-    "mask_only": "s",
-    "mask_only_2x": "D",
-    "true_reveal": "^",
-    "wrong_reveal": "v",
-    "self_reveal_rev0": "P",
-    "self_reveal": "o",
-}
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -116,9 +81,14 @@ _METADATA: Mapping[str, dict[str, Any]] = {
 
 def colour(name: str) -> str:
     """The colour of a method or arm; the same in every panel and figure."""
-    if name not in PALETTE:
-        raise InputError(f"no colour for '{name}', known are {list(PALETTE)}")
-    return PALETTE[name]
+    if name not in NAMES:
+        raise InputError(f"no colour for '{name}', known are {list(NAMES)}")
+    return NAMES[name].colour
+
+
+def marker(arm: str) -> str:
+    """The marker of an arm; a circle for what has none of its own."""
+    return NAMES[arm].marker or "o"
 
 
 def new_figure(
@@ -203,7 +173,7 @@ def arm_handles(arms: Sequence[str], present: set[str], markers: bool = True) ->
             [],
             [],
             color=colour(arm),
-            marker=MARKERS.get(arm, "o") if markers else "",
+            marker=marker(arm) if markers else "",
             label=label(arm) if arm in present else f"{label(arm)}: no data",
         )
         for arm in arms

@@ -179,9 +179,13 @@ def speedup_rows(
 
 
 def is_comparable(records: Records) -> bool:
-    """Whether a group of our decodes ran the page's target on the page's hardware."""
+    """Whether all our decodes ran the page's target on the page's hardware.
+
+    The published rows stand beside every group of ours, so one on other hardware is enough for no.
+    """
     pairs = records.generations[["target", "device"]].drop_duplicates()
-    return any(published.same_setup(*pair) for pair in pairs.itertuples(index=False))
+    same = [published.same_setup(*pair) for pair in pairs.itertuples(index=False)]
+    return bool(same) and all(same)
 
 
 def _planned(frame: pd.DataFrame) -> dict[tuple[str, str], float]:

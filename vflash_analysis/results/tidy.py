@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import refuse_infinite
-from vflash_analysis.records import BENCHMARKS, COMPARISON_METHODS, METHODS, replace_atomically
+from vflash_analysis.records import BENCHMARKS, write_text_atomic
 from vflash_analysis.stats import Interval
 
 KEYS = ("item", "benchmark", "method", "objective", "setting", "quantity")
@@ -31,36 +31,48 @@ PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE = "published only", "not comparable",
 STATUSES = (MEASURED, STORED, MISSING, PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE)
 
 BENCHMARK_ORDER = (*BENCHMARKS, "macro")
-METHOD_ORDER = (*METHODS, *COMPARISON_METHODS)
-ARM_ORDER = (
-    "mask_only", "mask_only_2x", "true_reveal", "wrong_reveal", "self_reveal_rev0", "self_reveal",
-)  # fmt: skip
 
-LABELS: Mapping[str, str] = {
-    "ar": "Autoregressive",
-    "chain": "chain",
-    "tree60": "Tree-60",
-    "lookup": "n-gram lookup",
-    "small_chain": "Small target, chain",
-    "small_tree": "Small target, tree",
-    "specvlm_ji": "SpecVLM (Ji)",
-    "specvlm_self": "SpecVLM (Ji), self-drafting",
-    "parallelvlm": "ParallelVLM",
-    "sparrow": "SPARROW",
-    "msd": "MSD",
-    "vispec": "ViSpec",
-    "medusa": "Medusa",
-    "dflash": "DFlash",
-    "lvspec": "LVSpec",
-    "viskip": "ViSkip",
-    "hf_generate": "HF generate",
-    "hf_dflash": "HF generate with the drafter",
-    "mask_only": "mask-only",
-    "mask_only_2x": "mask-only, 2× anchors",
-    "true_reveal": "true reveal",
-    "wrong_reveal": "wrong reveal",
-    "self_reveal_rev0": "self reveal, no loss on revealed",
-    "self_reveal": "self reveal (flow)",
+
+class Name(NamedTuple):
+    """How a method or training arm is shown; only an arm has a marker."""
+
+    label: str
+    colour: str
+    marker: str = ""
+
+
+# In the order of tables and legends. Okabe and Ito's colours and their neighbours: told apart with
+# the common colour deficiencies.
+NAMES: Mapping[str, Name] = {
+    "ar": Name("Autoregressive", "#595959"),
+    "chain": Name("chain", "#56B4E9"),
+    "tree60": Name("Tree-60", "#0072B2"),
+    "lookup": Name("n-gram lookup", "#B2A23F"),
+    "small_chain": Name("Small target, chain", "#8C6BB1"),
+    "small_tree": Name("Small target, tree", "#5E3C99"),
+    "specvlm_ji": Name("SpecVLM (Ji)", "#E69F00"),
+    "specvlm_self": Name("SpecVLM (Ji), self-drafting", "#B97E00"),
+    "parallelvlm": Name("ParallelVLM", "#009E73"),
+    "sparrow": Name("SPARROW", "#CC79A7"),
+    "msd": Name("MSD", "#A6761D"),
+    "vispec": Name("ViSpec", "#66A61E"),
+    "medusa": Name("Medusa", "#E7298A"),
+    "dflash": Name("DFlash", "#1B9E77"),
+    "lvspec": Name("LVSpec", "#D55E00"),
+    "viskip": Name("ViSkip", "#7570B3"),
+    "hf_generate": Name("HF generate", "#8A8A8A"),
+    "hf_dflash": Name("HF generate with the drafter", "#A6CEE3"),
+    "mask_only": Name("mask-only", "#D55E00", "s"),
+    "mask_only_2x": Name("mask-only, 2× anchors", "#E69F00", "D"),
+    "true_reveal": Name("true reveal", "#009E73", "^"),
+    "wrong_reveal": Name("wrong reveal", "#CC79A7", "v"),
+    "self_reveal_rev0": Name("self reveal, no loss on revealed", "#56B4E9", "P"),
+    "self_reveal": Name("self reveal (flow)", "#0072B2", "o"),
+}
+METHOD_ORDER = tuple(key for key, name in NAMES.items() if not name.marker)
+ARM_ORDER = tuple(key for key, name in NAMES.items() if name.marker)
+
+QUANTITIES: Mapping[str, str] = {
     "decode_speedup": "decoding speed-up",
     "decode_speedup_per_clip": "decoding speed-up, mean of clips",
     "end_to_end_speedup": "end-to-end speed-up",
@@ -92,7 +104,7 @@ LABELS: Mapping[str, str] = {
 
 def label(key: str) -> str:
     """The words a reader sees for a method, arm or quantity; the key itself where none are set."""
-    return LABELS.get(key, key)
+    return NAMES[key].label if key in NAMES else QUANTITIES.get(key, key)
 
 
 def setting_text(**keys: Any) -> str:
@@ -206,9 +218,8 @@ def tidy_csv(frame: pd.DataFrame) -> str:
 
 
 def write_tidy_csv(path: str | Path, frame: pd.DataFrame) -> None:
-    """Writes the frame as CSV (temporary file, then rename)."""
-    text = tidy_csv(frame)
-    replace_atomically(Path(path), lambda temporary: temporary.write_bytes(text.encode()))
+    """Writes the frame as CSV."""
+    write_text_atomic(path, tidy_csv(frame))
 
 
 def read_tidy_csv(path: str | Path) -> pd.DataFrame:

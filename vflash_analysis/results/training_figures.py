@@ -15,13 +15,13 @@ from vflash_analysis.results.curves import TRAINING_SLOTS
 from vflash_analysis.results.objectives import FLOW_ARM
 from vflash_analysis.results.style import (
     FAINT,
-    MARKERS,
     Drawn,
     arm_handles,
     colour,
     devices_text,
     error_bar,
     finish,
+    marker,
     new_figure,
     no_data,
     span_text,
@@ -201,7 +201,7 @@ def _draw_compute_lines(
         tone, front = colour(arm), 4 if arm == FLOW_ARM else 3
         axis.errorbar(
             at, value, yerr=error_bar(value, low, high), color=tone,
-            marker=MARKERS.get(arm, "o"), elinewidth=0.9, linewidth=1.6, zorder=front,
+            marker=marker(arm), elinewidth=0.9, linewidth=1.6, zorder=front,
         )  # fmt: skip
         level = plateau(value.tolist())
         ends[arm] = (float(at[-1]), float(value[-1]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from vflash_analysis.records import replace_atomically
+from vflash_analysis.records import write_text_atomic as write_text
 from vflash_analysis.results.tidy import label, write_tidy_csv
 
 NO_VALUE = "–"
@@ -135,11 +135,6 @@ def latex(table: Table) -> str:
         lines += [" & ".join(latex_text(c) for c in row) + r" \\" for row in section.body]
         lines += [r"\bottomrule", r"\end{tabular}"]
     return "\n".join([*lines, r"\end{table*}", ""])
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8 with `\\n` line ends (temporary file, then rename)."""
-    replace_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))
 
 
 def write_table(folder: str | Path, table: Table) -> list[Path]:
