@@ -248,8 +248,8 @@ def report(
     from rich.markdown import Markdown
 
     from vflash_analysis.results.report import make_table
-    from vflash_analysis.results.sources import Bootstrap
     from vflash_analysis.results.write import markdown
+    from vflash_analysis.stats import Bootstrap
 
     overrides = _overrides(set_)
     samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples

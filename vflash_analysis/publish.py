@@ -20,15 +20,10 @@ from vflash_analysis.records import ANCHORS
 from vflash_analysis.results.claims import write_claims
 from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.report import build_results
-from vflash_analysis.results.sources import (
-    TABLES,
-    Bootstrap,
-    Records,
-    final_drafters,
-    load_records,
-)
+from vflash_analysis.results.sources import TABLES, Records, final_drafters, load_records
 from vflash_analysis.results.tidy import read_tidy_csv
 from vflash_analysis.stages import Shard
+from vflash_analysis.stats import Bootstrap
 
 SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 # Bulky columns that only single cycles are shown from: kept for the first clip of each benchmark.

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.results.synthetic import write_synthetic
-from vflash_analysis.results.sources import Bootstrap, load_records
+from vflash_analysis.results.sources import load_records
+from vflash_analysis.stats import Bootstrap
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,10 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, TRAINING, typed_frame
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.objectives import anchors_with_arms, objectives_table
-from vflash_analysis.results.sources import Bootstrap, records_from_frames
+from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.tidy import ARM_ORDER
 from vflash_analysis.results.write import markdown
+from vflash_analysis.stats import Bootstrap
 
 FEW = Bootstrap(n_samples=50)
 CELL = "clips=100;steps=100"

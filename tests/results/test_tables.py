@@ -9,7 +9,6 @@ from tests.results.synthetic import decode_rows, generation_row, records_of
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import BENCHMARKS, CYCLES, blank_row
 from vflash_analysis.results.beside import beside_paper_table
-from vflash_analysis.results.sources import Bootstrap
 from vflash_analysis.results.tables import (
     accepted_length_table,
     is_comparable,
@@ -19,6 +18,7 @@ from vflash_analysis.results.tables import (
 )
 from vflash_analysis.results.tidy import COLUMNS
 from vflash_analysis.results.write import markdown
+from vflash_analysis.stats import Bootstrap
 
 FEW = Bootstrap(n_samples=20)
 DRAFTER = {"drafter_sha256": "d", "objective": "self_reveal", "train_seed": 1, "drafter": "given"}

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis.results import published
-from vflash_analysis.results.sources import DEFAULT_BOOTSTRAP, Bootstrap, Records
+from vflash_analysis.results.sources import Records
 from vflash_analysis.results.tables import (
     VFLASH_METHODS,
     is_comparable,
@@ -24,6 +24,7 @@ from vflash_analysis.results.tidy import (
     tidy,
 )
 from vflash_analysis.results.write import NO_VALUE, Section, Table, cell_text, pivot
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
 ITEM = "T9_beside_paper"
 MAIN_ARM = "self_reveal"

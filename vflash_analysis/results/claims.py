@@ -7,11 +7,12 @@ from pathlib import Path
 import pandas as pd
 
 from vflash_analysis.errors import InputError
+from vflash_analysis.records import write_text_atomic
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM
 from vflash_analysis.results.published import PAGE_DEVICE
 from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import BENCHMARK_ORDER, MISSING, label
-from vflash_analysis.results.write import NO_VALUE, cell_text, value_text, write_text
+from vflash_analysis.results.write import NO_VALUE, cell_text, value_text
 
 START, END = "<!-- claims: written by `make publish` -->", "<!-- end of claims -->"
 
@@ -101,5 +102,5 @@ def write_claims(readme: Path, frame: pd.DataFrame, gates: pd.DataFrame) -> Path
     _, end, after = rest.partition(END)
     if not start or not end:
         raise InputError(f"{readme.name}: found no lines {START} and {END}")
-    write_text(readme, f"{before}{START}\n{claims(frame, gates)}\n{END}{after}")
+    write_text_atomic(readme, f"{before}{START}\n{claims(frame, gates)}\n{END}{after}")
     return readme

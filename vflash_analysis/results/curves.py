@@ -11,15 +11,9 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.metrics import grouped
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM, anchors_with_arms
-from vflash_analysis.results.sources import (
-    DEFAULT_BOOTSTRAP,
-    Bootstrap,
-    Records,
-    decode_groups,
-    final_drafters,
-)
+from vflash_analysis.results.sources import Records, decode_groups, final_drafters
 from vflash_analysis.results.tidy import ARM_ORDER, Origin, in_order, setting_text, tidy
-from vflash_analysis.stats import Interval
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 TRAINING_SLOTS = (1, 2, 4, 8, 15)
 VALIDATION = "validation"

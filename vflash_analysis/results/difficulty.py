@@ -13,13 +13,8 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.metrics import difference_of_ratios, ratio_of_ratios
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM, side_by_side
-from vflash_analysis.results.sources import (
-    DEFAULT_BOOTSTRAP,
-    Bootstrap,
-    Records,
-    final_drafters,
-)
-from vflash_analysis.stats import Interval
+from vflash_analysis.results.sources import Records, final_drafters
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 FIRST_SLOT_RANGE = (0.65, 0.90)
 ZEROED_LIMIT = 0.60  # of the drafter's own accepted length

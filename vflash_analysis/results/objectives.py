@@ -18,14 +18,7 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import difference_of_ratios, grouped
-from vflash_analysis.results.sources import (
-    DEFAULT_BOOTSTRAP,
-    Bootstrap,
-    DecodeGroup,
-    Records,
-    decode_groups,
-    drafter_facts,
-)
+from vflash_analysis.results.sources import DecodeGroup, Records, decode_groups, drafter_facts
 from vflash_analysis.results.tidy import (
     ARM_ORDER,
     Origin,
@@ -36,7 +29,7 @@ from vflash_analysis.results.tidy import (
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, cell_text, pivot
-from vflash_analysis.stats import t_interval
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, t_interval
 
 FLOW_ARM = "self_reveal"
 BASE_ARM = "mask_only"

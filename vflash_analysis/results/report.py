@@ -18,12 +18,13 @@ from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.objectives import objectives_table
-from vflash_analysis.results.sources import Bootstrap, Records, load_records
+from vflash_analysis.results.sources import Records, load_records
 from vflash_analysis.results.style import save_figure
 from vflash_analysis.results.tables import accepted_length_table, lossless_table, speedup_table
 from vflash_analysis.results.tidy import STORED
 from vflash_analysis.results.training_figures import objectives_figure, training_figure
 from vflash_analysis.results.write import Table, write_table
+from vflash_analysis.stats import Bootstrap
 
 MakeTable = Callable[[Records, Bootstrap], Table]
 MakeFrame = Callable[[Records, Bootstrap], pd.DataFrame]

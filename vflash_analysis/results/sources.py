@@ -25,8 +25,6 @@ from vflash_analysis.records import (
     read_records,
 )
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
-from vflash_analysis.stats import DEFAULT_BOOTSTRAP as DEFAULT_BOOTSTRAP  # callers take both here
-from vflash_analysis.stats import Bootstrap as Bootstrap
 
 TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
 

@@ -19,8 +19,6 @@ from vflash_analysis.metrics import Combine, grouped, ratio, ratio_of_ratios
 from vflash_analysis.records import BENCHMARKS, COMPARISON_METHODS
 from vflash_analysis.results import published
 from vflash_analysis.results.sources import (
-    DEFAULT_BOOTSTRAP,
-    Bootstrap,
     DecodeGroup,
     Records,
     count_clips,
@@ -39,7 +37,7 @@ from vflash_analysis.results.tidy import (
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, cell_text, pivot
-from vflash_analysis.stats import Interval
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 VFLASH_METHODS = ("chain", "tree60")
 MAIN_ARMS = ("mask_only", "self_reveal")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from vflash_analysis.records import write_text_atomic as write_text
+from vflash_analysis.records import write_text_atomic
 from vflash_analysis.results.tidy import label, write_tidy_csv
 
 NO_VALUE = "–"
@@ -141,6 +141,6 @@ def write_table(folder: str | Path, table: Table) -> list[Path]:
     """Writes `<stem>.csv`, `.md` and `.tex`; returns their paths."""
     paths = [Path(folder) / f"{table.stem}.{ending}" for ending in ("csv", "md", "tex")]
     write_tidy_csv(paths[0], table.frame)
-    write_text(paths[1], markdown(table))
-    write_text(paths[2], latex(table))
+    write_text_atomic(paths[1], markdown(table))
+    write_text_atomic(paths[2], latex(table))
     return paths
