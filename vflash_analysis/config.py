@@ -118,6 +118,8 @@ class DecodeSettings:
     warmup_clips: Annotated[int, Bounds(0)] = 1
     ban_special_ids: bool = True
     repeats: Annotated[int, Bounds(1)] = 1
+    # hf_generate and hf_dflash decode so many clips of each suite and seed; null: all
+    comparison_clips: Annotated[int, Bounds(0)] | None = None
 
 
 Arm = Literal[

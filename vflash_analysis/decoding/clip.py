@@ -21,7 +21,7 @@ from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.loop import Cycle, Generation, decode
 from vflash_analysis.decoding.lossless import ExactLogits, judge
-from vflash_analysis.decoding.plan import Planned
+from vflash_analysis.decoding.plan import Planned, of_clip
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
@@ -123,10 +123,14 @@ class ClipDecoder:
             "frames_requested": facts.num_frames,
         }
 
-    def order(self, turn: int) -> list[Planned]:
-        """The plan rotated by `turn`: no method always runs first, on a cold or a hot machine."""
-        shift = turn % len(self._planned)
-        return self._planned[shift:] + self._planned[:shift]
+    def order(self, turn: int, repeat: int = 0) -> list[Planned]:
+        """A clip's decodes, rotated by its number and the repeat.
+
+        So no method always runs first, on a cold or a hot machine.
+        """
+        planned = of_clip(self._planned, turn, self._settings)
+        shift = (turn + max(repeat, 0)) % len(planned)
+        return planned[shift:] + planned[:shift]
 
     def decode(self, clip: Clip, turn: int, warm_up: bool) -> tuple[list[Row], list[Row]]:
         """All rows of one clip.
@@ -151,7 +155,7 @@ class ClipDecoder:
             for repeat in repeats:
                 if repeat <= 0:  # afresh after the warm-up, whose own prefill was a cold one
                     cache, prefill = self._prefill(*prompt[:2])
-                for planned in self.order(turn + max(repeat, 0)):
+                for planned in self.order(turn, repeat):
                     row, own_cycles = self._row(clip, planned, repeat, prompt, cache, prefill)
                     generations.append(row)
                     cycles += own_cycles
@@ -162,7 +166,7 @@ class ClipDecoder:
             return [
                 self._failed(clip, planned, repeat, reason_of(error))
                 for repeat in repeats
-                for planned in self._planned
+                for planned in of_clip(self._planned, turn, self._settings)
             ], []
         return generations, cycles
 

@@ -114,3 +114,13 @@ def plan_methods(
     if twice or not planned:
         raise InputError(f"decode.methods: found {len(planned)} decodes, twice: {twice}")
     return planned
+
+
+def of_clip(planned: Sequence[Planned], turn: int, settings: DecodeSettings) -> list[Planned]:
+    """The decodes of the clip with this number in its suite.
+
+    Hugging Face's loops, which are only compared with, run on the first `comparison_clips` clips.
+    """
+    limit = settings.comparison_clips
+    compared = limit is None or turn < limit
+    return [one for one in planned if one.method is not None or compared]

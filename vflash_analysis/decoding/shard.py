@@ -17,7 +17,7 @@ from vflash_analysis.clips.lists import Clip
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.clip import WARMUP, ClipDecoder, Row, ShardFacts
 from vflash_analysis.decoding.lossless import NEAR_TIE, check_lossless
-from vflash_analysis.decoding.plan import Planned, plan_methods
+from vflash_analysis.decoding.plan import Planned, of_clip, plan_methods
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import (
@@ -69,7 +69,7 @@ def decode_shard(
     waiting = [
         (turn, clip)
         for turn, clip in enumerate(clips)
-        if not _is_finished(out_folder, clip, planned, settings, facts)
+        if not _is_finished(out_folder, clip, of_clip(planned, turn, settings), settings, facts)
     ]
     done = len(clips) - len(waiting)
     if done:
