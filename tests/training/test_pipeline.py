@@ -70,7 +70,8 @@ def test_a_given_drafter_is_taken_by_its_arm_and_needs_no_training_texts(tmp_pat
     asked: list[str] = []
     monkeypatch.setattr(pipeline, "collect_continuations", collect)
     monkeypatch.setattr(pipeline, "clips_of", lambda *_: [])
-    pipeline.collect_lists(target, profile, tmp_path, tmp_path / "texts")
+    monkeypatch.setattr(pipeline, "open_target", lambda *_: target)
+    pipeline.collect_lists(profile, tmp_path, tmp_path, tmp_path / "texts")
     assert asked == ["suites"]
     for name in ("training", "validation"):
         path = tmp_path / "texts" / name / "continuations.parquet"

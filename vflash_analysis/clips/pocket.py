@@ -12,9 +12,13 @@ split, so two splits cannot share a scene, let alone a file.
 
 import hashlib
 import json
+import multiprocessing
+import os
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
@@ -63,6 +67,7 @@ SIZES = (
 )  # width, height in pixels
 PLACE_BORDERS, PLACE_MARGIN = (1 / 3, 2 / 3), 0.06  # a start is never near a border of two places
 RATES = (8, 10, 12, 15)  # frames a second
+PARALLEL_FROM = 20  # clips of a family: below it a process starts no sooner than one is done
 STAR_CENTRE = (0.9, 0.1)
 STAR_CODE = 49
 
@@ -384,8 +389,8 @@ def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, f
     pictures, _ = render(scene, (np.arange(n_frames) + 0.5) / n_frames, width, height, rng)
     crf = int(rng.integers(16, 27))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial.mp4")
-    with av.open(str(partial), "w") as out:
+    draft = path.with_suffix(".partial.mp4")
+    with av.open(str(draft), "w") as out:
         # x264 with assembly wrote different bytes from one run to the next (one thread, x264 of
         # PyAV 18).
         options = {"crf": str(crf), "preset": "veryfast", "x264-params": "threads=1:no-asm=1"}
@@ -394,39 +399,44 @@ def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, f
         for picture in pictures:
             out.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         out.mux(stream.encode())
-    partial.replace(path)
+    draft.replace(path)
     return {"width": width, "height": height, "fps": rate, "n_frames": n_frames, "crf": crf}
 
 
-def make_split(
-    split: str, clips_per_family: int, out_folder: Path, seed: int = 0, progress: bool = False
-) -> list[Clip]:
+def _make_family(split: str, family: str, n_clips: int, out_folder: Path, seed: int) -> list[Clip]:
+    """The first clips of one family of a split; see `make_split`."""
+    clips, source = [], scenes(split, family, seed)
+    for index in range(n_clips):
+        scene = next(source)
+        clip_id = f"{split}-{family}-{seed}-{index:04d}"
+        path = Path(out_folder) / f"{clip_id}.mp4"
+        if not path.exists():
+            key = [seed, list(SPLITS).index(split), FAMILIES.index(family), index]
+            write_mp4(path, scene, np.random.default_rng(key))
+        clips.append(
+            Clip(
+                clip_id=clip_id,
+                benchmark=family,
+                split=split,
+                path=str(path),
+                prompt=question(scene),
+                reference=answer(scene),
+                facts={"sha256": sha256_of_file(path), "description": scene.description()},
+            )
+        )
+    return clips
+
+
+def make_split(split: str, clips_per_family: int, out_folder: Path, seed: int = 0) -> list[Clip]:
     """Write the first `clips_per_family` clips of each family of a split as MP4 files and return
     their list.
 
     A file that exists is kept: its name and content are functions of (seed, split, family, index).
+    Many clips are made by several processes, with the same result.
     """
-    clips = []
-    for family in FAMILIES:
-        source = scenes(split, family, seed)
-        for index in range(clips_per_family):
-            scene = next(source)
-            clip_id = f"{split}-{family}-{seed}-{index:04d}"
-            path = Path(out_folder) / f"{clip_id}.mp4"
-            if not path.exists():
-                key = [seed, list(SPLITS).index(split), FAMILIES.index(family), index]
-                write_mp4(path, scene, np.random.default_rng(key))
-            clips.append(
-                Clip(
-                    clip_id=clip_id,
-                    benchmark=family,
-                    split=split,
-                    path=str(path),
-                    prompt=question(scene),
-                    reference=answer(scene),
-                    facts={"sha256": sha256_of_file(path), "description": scene.description()},
-                )
-            )
-        if progress:
-            print(f"{split}: {family}: {clips_per_family} clips", flush=True)
-    return clips
+    make = partial(_make_family, split, n_clips=clips_per_family, out_folder=out_folder, seed=seed)
+    if clips_per_family < PARALLEL_FROM:
+        return [clip for family in FAMILIES for clip in make(family)]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context, max_workers=os.cpu_count()) as pool:
+        return [clip for clips in pool.map(make, FAMILIES) for clip in clips]

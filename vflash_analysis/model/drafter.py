@@ -98,6 +98,8 @@ def drafter_config(target: Target, settings: DrafterSettings) -> VFlashConfig:
         target_sha256=target.source_sha256,
         target_text_config_sha256=text_config_sha256(text),
         vocab_size=target.vocab_size,
+        # 0.02 suits widths of thousands; narrower layers would start as good as switched off
+        initializer_range=max(0.02, 0.6 * target.hidden_size**-0.5),
         context=settings.context,
     )
     check_drafter_config(config)

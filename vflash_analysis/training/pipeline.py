@@ -1,7 +1,7 @@
 """From settings to results: what notebooks 20 to 40 call, one function per step.
 
 target = open_target(settings, stage.input("target"))
-collect_lists(target, settings, clips_folder, out_folder)
+collect_lists(settings, target_folder, clips_folder, out_folder)
 train_drafter(target, settings, key, ...)
 score_drafter(target, settings, continuations_folder, out_folder)
 """
@@ -9,6 +9,8 @@ score_drafter(target, settings, continuations_folder, out_folder)
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ from vflash_analysis.model.target import Target, load_target
 from vflash_analysis.records import ANCHORS, CONTINUATIONS, TRAINING, read_records, write_records
 from vflash_analysis.training import pocket_target
 from vflash_analysis.training.blocks import target_pieces
+from vflash_analysis.training.collect import collect_in_parallel
 from vflash_analysis.training.continuations import (
     ContinuationSet,
     ContinuationSource,
@@ -48,6 +51,7 @@ from vflash_analysis.training.evaluate import (
 from vflash_analysis.training.loop import train
 
 LISTS = ("training", "validation", "suites")
+PARALLEL_FROM = 40  # clips: below it several processes start no sooner than one is done
 
 
 def weights_folder(settings: Profile, target_folder: Path) -> Path:
@@ -122,29 +126,35 @@ def clips_of(settings: Profile, clips_folder: Path, name: str) -> list[Clip]:
     return list(by_id.values())[: settings.training.anchor_clips]
 
 
-def collect_lists(target: Target, settings: Profile, clips_folder: Path, out_folder: Path) -> None:
+def collect_lists(
+    settings: Profile, target_folder: Path, clips_folder: Path, out_folder: Path
+) -> None:
     """The target's greedy text for every clip of LISTS, each list in its own folder; resumes.
 
     A profile that gives its drafters trains none: its training and validation lists stay empty.
     """
     trains = settings.drafter.source is None
+    load = functools.partial(open_target, settings, target_folder)
+    target = load()
+    options: dict[str, Any] = {
+        "num_frames": settings.clips.num_frames,
+        "max_new_tokens": settings.continuations.max_new_tokens,
+        "tap_layer_ids": tapped_layers(target, settings),
+        "on_bad_clip": settings.clips.on_bad_clip,
+        "store_states": settings.continuations.states == "stored",
+    }
+    processes = os.cpu_count() or 1 if target.device.type == "cpu" else 1
     with open_reader(settings.clips) as reader:
         for name in LISTS:
+            folder = out_folder / name
             if not trains and name != "suites":
-                write_records(out_folder / name / "continuations.parquet", [], CONTINUATIONS)
+                write_records(folder / "continuations.parquet", [], CONTINUATIONS)
                 continue
             print(f"{name}:", flush=True)
-            collect_continuations(
-                target,
-                clips_of(settings, clips_folder, name),
-                reader,
-                num_frames=settings.clips.num_frames,
-                max_new_tokens=settings.continuations.max_new_tokens,
-                tap_layer_ids=tapped_layers(target, settings),
-                out_folder=out_folder / name,
-                on_bad_clip=settings.clips.on_bad_clip,
-                store_states=settings.continuations.states == "stored",
-            )
+            clips = clips_of(settings, clips_folder, name)
+            if processes > 1 and len(clips) >= PARALLEL_FROM:
+                collect_in_parallel(load, clips, settings.clips, folder, processes, options)
+            collect_continuations(target, clips, reader, out_folder=folder, **options)
 
 
 def continuations_summary(folder: Path) -> pd.DataFrame:
