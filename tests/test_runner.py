@@ -510,18 +510,25 @@ def test_every_shard_comes_after_what_it_needs(runs):
 def test_shards_of_the_pocket_profile(runs):
     profile = config.load_profile("pocket")
     steps, seeds = profile.training.steps, profile.train_seeds
+    clips = profile.training.training_clips
     shards = stages.plan("pocket")
     count = pd.Series([shard.stage for shard in shards]).value_counts()
     assert count["decode"] == 5 * len(profile.clips.sample_seeds)
     assert count["drafter"] == len(seeds) * len(profile.objectives)
     decode = next(shard for shard in shards if shard.name == "decode-MLVU-1")
     assert [name for name in decode.dependencies if name.startswith("drafter")] == [
-        f"drafter-{arm}-{seed}-{steps}" for seed in seeds for arm in profile.objectives
+        f"drafter-{arm}-{seed}-{steps}-{clips}" for seed in seeds for arm in profile.objectives
     ]
     more = stages.plan("pocket", ablation=True)
-    main = {(arm, seed, steps) for arm in profile.objectives for seed in seeds}
-    plan = profile.ablation
-    swept = {(a, s, b) for a in plan.arms for s in plan.train_seeds for b in plan.budgets}
+    main = {(arm, seed, steps, clips) for arm in profile.objectives for seed in seeds}
+    swept = {
+        (arm, seed, budget, size)
+        for group in profile.ablation
+        for arm in group.arms
+        for seed in group.train_seeds
+        for budget in group.budgets
+        for size in group.training_clips
+    }
     assert sum(shard.stage == "drafter" for shard in more) == len(main | swept)
     acceptance = next(shard for shard in more if shard.stage == "acceptance")
     assert sum(name.startswith("drafter") for name in acceptance.dependencies) == len(main)
@@ -533,7 +540,7 @@ def test_every_training_seed_decodes_every_clip(runs):
     arms = config.load_profile("smoke").objectives
     for shard in (s for s in shards if s.stage == "decode"):
         drafters = {name for name in shard.dependencies if name.startswith("drafter")}
-        assert drafters == {f"drafter-{arm}-{seed}-4" for arm in arms for seed in (0, 1)}
+        assert drafters == {f"drafter-{arm}-{seed}-4-4" for arm in arms for seed in (0, 1)}
 
 
 def test_an_arm_defined_anew_is_another_run(runs, monkeypatch):

@@ -114,7 +114,13 @@ def tracked_gates(n_samples: int) -> pd.DataFrame:
     """Gates of the tracked target and texts: gate, value, allowed, n, passed."""
     target = pd.read_csv(paths.TRACKED_RECORDS / TARGET_GATES[0])
     texts = difficulty_gates(load_records(), Bootstrap(n_samples=n_samples))
-    both = pd.concat([target, texts], ignore_index=True)
+    both = pd.concat(
+        [
+            target.assign(gate="the target: " + target["gate"]),
+            texts.assign(gate="its texts: " + texts["gate"]),
+        ],
+        ignore_index=True,
+    )
     return both[["gate", "value", "allowed", "n", "passed"]]
 
 
