@@ -70,7 +70,7 @@ class Progress:
     Args:
         name: what is counted, "step" or "clip".
         total: how many there are.
-        done: how many were done before this session; they do not enter the rate.
+        done: how many were done before it began; they do not enter the rate.
         log: prints one line.
         every_s: seconds between lines.
     """
