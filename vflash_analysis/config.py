@@ -96,6 +96,7 @@ class TrainSettings:
     revealed_weight: Annotated[float, Bounds(0)] = 1.0  # lambda_rev
     reveal_order: Literal["confidence", "random"] = "confidence"
     max_reveal_rounds: Annotated[int, Bounds(1, 15)] = 3
+    optimizer: Literal["adamw", "muon"] = "adamw"  # see `training.step.make_optimizers`
     learning_rate: Annotated[float, Bounds(1e-9, 1)]
     warmup_fraction: Annotated[float, Bounds(0, 1)] = 0.04
     weight_decay: Annotated[float, Bounds(0, 1)] = 0.0
@@ -118,7 +119,7 @@ class DecodeSettings:
     warmup_clips: Annotated[int, Bounds(0)] = 1
     ban_special_ids: bool = True
     repeats: Annotated[int, Bounds(1)] = 1
-    # hf_generate and hf_dflash decode so many clips of each suite and seed; null: all
+    # hf_generate, hf_dflash and lookup decode so many clips of each suite and seed; null: all
     comparison_clips: Annotated[int, Bounds(0)] | None = None
 
 

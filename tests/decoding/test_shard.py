@@ -305,14 +305,14 @@ def test_a_method_that_fails_costs_only_its_own_rows(
 
 
 def test_outside_loops_may_be_compared_on_the_first_clips_only(target, clips, tmp_path):
-    methods = ("ar", "hf_generate")
+    methods = ("ar", "hf_generate", "lookup")
     settings = replace(SETTINGS, methods=methods, max_new_tokens=4, comparison_clips=1)
     for _ in range(2):  # the second call finds every clip finished
         decode_shard(target, {}, clips[:2], Reader(), settings, tmp_path, FACTS, lambda _: None)
         generations, _ = tables(tmp_path)
         measured = generations.loc[~generations["warmup"]]
         by_clip = measured.groupby("clip_id")["method"].agg(sorted).to_dict()
-        assert by_clip == {"c0": ["ar", "hf_generate"], "c1": ["ar"]}
+        assert by_clip == {"c0": ["ar", "hf_generate", "lookup"], "c1": ["ar"]}
 
 
 def test_prompts_that_do_not_fit_are_named_skips(drafters, clips, tmp_path):

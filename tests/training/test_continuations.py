@@ -7,8 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.tiny import tiny_drafter, tiny_frames, tiny_target
 from tests.training.toys import settings
@@ -118,6 +121,49 @@ def test_a_text_ends_with_its_stop_token_or_at_the_cap() -> None:
     assert cut.token_ids.tolist() == free.token_ids[: first + 1].tolist()
     assert cut.stop_reason == "eos"
     assert cut.states is not None and len(cut.states) == len(ids) + first
+
+
+@given(
+    wrong=st.dictionaries(st.integers(0, 13), st.integers(0, 60), max_size=5),
+    length=st.integers(0, 14),
+    max_new_tokens=st.integers(1, 12),
+    stop_place=st.integers(0, 11),
+)
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_a_guess_changes_neither_text_nor_states(
+    wrong: dict[int, int], length: int, max_new_tokens: int, stop_place: int
+) -> None:
+    """Whatever is right or wrong in it, wherever text and guess end; and it saves forwards."""
+    ids, pixels = prompt_of(0)
+    whole = greedy_continuation(TARGET, ids, pixels, 12, TAPS).token_ids.tolist()
+    target = tiny_target(0)
+    target.stop_ids = frozenset({whole[stop_place]})
+    plain = greedy_continuation(target, ids, pixels, max_new_tokens, TAPS)
+    guess = [wrong.get(place, token) for place, token in enumerate([*whole, 7, 7])][:length]
+    guessed = greedy_continuation(target, ids, pixels, max_new_tokens, TAPS, guess)
+    assert guessed.token_ids.tolist() == plain.token_ids.tolist()
+    assert guessed.stop_reason == plain.stop_reason
+    assert guessed.states is not None and plain.states is not None
+    torch.testing.assert_close(guessed.states, plain.states)
+
+
+def test_a_right_guess_saves_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, pixels = prompt_of(0)
+    whole = greedy_continuation(TARGET, ids, pixels, 12).token_ids.tolist()
+    rows: list[int] = []
+    forward = TARGET.forward
+    monkeypatch.setattr(
+        TARGET, "forward", lambda *args, **kw: (rows.append(len(args[0])), forward(*args, **kw))[1]
+    )
+    greedy_continuation(TARGET, ids, pixels, 12, guess=whole)
+    assert rows == [11]
+    rows.clear()
+    other = whole[0] + 1
+    greedy_continuation(TARGET, ids, pixels, 12, guess=[*whole[:4], other, *whole[5:]])
+    assert rows == [11, 7]  # four right, the fifth not, then all that is left
+    rows.clear()
+    greedy_continuation(TARGET, ids, pixels, 12, guess=[other] * 12)
+    assert rows[0] == 11 and set(rows[1:]) == {1, 2}  # after a wrong one, one at a time
 
 
 def test_records_and_states_share_one_index(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from vflash_analysis.training.step import (
     TrainingStep,
     gradient_step,
     learning_rate,
-    make_optimizer,
+    make_optimizers,
     raise_to_fp32,
     weighted_loss,
 )
@@ -113,9 +113,11 @@ def test_learning_rate_warms_up_and_ends_near_0() -> None:
     assert learning_rate(settings(steps=1, warmup_fraction=0.0), 0) == settings().learning_rate
 
 
-def test_only_matrices_decay() -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_only_matrices_decay(optimizer: str) -> None:
     drafter = tiny_drafter(TARGET, 1)
-    decayed, plain = make_optimizer(drafter, settings(weight_decay=0.1)).param_groups
+    optimizers = make_optimizers(drafter, settings(weight_decay=0.1, optimizer=optimizer))
+    decayed, plain = (group for made in optimizers for group in made.param_groups)
     assert decayed["weight_decay"] == 0.1 and plain["weight_decay"] == 0.0
     assert all(p.dim() == 2 for p in decayed["params"]) and all(
         p.dim() == 1 for p in plain["params"]

@@ -12,9 +12,10 @@ split, so two splits cannot share a scene, let alone a file.
 
 import hashlib
 import json
+import math
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -70,6 +71,12 @@ RATES = (8, 10, 12, 15)  # frames a second
 PARALLEL_FROM = 20  # clips of a family: below it a process starts no sooner than one is done
 STAR_CENTRE = (0.9, 0.1)
 STAR_CODE = 49
+CHECKED_TIMES = (  # when shapes must be apart: evenly spaced, and just before they change their look
+    *np.linspace(0, 1, 4 * N_PHASES + 1).tolist(),
+    *((np.arange(1, N_PHASES + 1) - 1e-6) / N_PHASES).tolist(),
+)
+
+Points = Sequence[Sequence[float]]  # (x, y) of each shape, in 0..1
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,7 @@ class Shape:
     @property
     def place(self) -> str:
         """Where it starts: left, centre or right third."""
-        return ("left", "centre", "right")[min(2, int(self.x * 3))]
+        return ("left", "centre", "right")[_third(self.x)]
 
     def centre(self, time: float) -> tuple[float, float]:
         """Its centre at `time` in 0..1 of the clip."""
@@ -152,8 +159,7 @@ class Scene:
 def _clear(shapes: tuple[Shape, ...], meet: bool) -> bool:
     """Whether all shapes stay in the picture and, unless they are to meet, apart from each other
     and from the star."""
-    just_before = (np.arange(1, N_PHASES + 1) - 1e-6) / N_PHASES  # the old look, at its farthest
-    for time in (*np.linspace(0, 1, 4 * N_PHASES + 1), *just_before):
+    for time in CHECKED_TIMES:
         phase = min(int(time * N_PHASES), N_PHASES - 1)
         discs = [
             (*shape.centre(time), RADII[shape.look(phase)[1]])
@@ -163,11 +169,11 @@ def _clear(shapes: tuple[Shape, ...], meet: bool) -> bool:
         for i, (x, y, radius) in enumerate(discs):
             if not (radius <= x <= 1 - radius and radius <= y <= 1 - radius):
                 return False
-            if np.hypot(x - STAR_CENTRE[0], y - STAR_CENTRE[1]) < radius + 0.09:
+            if math.hypot(x - STAR_CENTRE[0], y - STAR_CENTRE[1]) < radius + 0.09:
                 return False
             for other_x, other_y, other_radius in discs[:i]:
                 touch = (radius + other_radius) * (0.9 if meet else 1.02)
-                if np.hypot(x - other_x, y - other_y) < touch:
+                if math.hypot(x - other_x, y - other_y) < touch:
                     return False
     return True
 
@@ -215,7 +221,7 @@ def draw_scene(rng: np.random.Generator, family: str) -> Scene:
     while True:
         n = int(rng.choice((1, 2, 3), p=counts[family]))
         meet = n == 2 and family in ("VDC", "MVBench") and rng.random() < 0.2
-        shapes = rng.choice(SHAPES, n, replace=False)
+        kinds = rng.choice(SHAPES, n, replace=False)
         colours = rng.choice(list(COLOURS), n, replace=False)
         turns = rng.permutation(N_PHASES)
         drawn = []
@@ -229,12 +235,13 @@ def draw_scene(rng: np.random.Generator, family: str) -> Scene:
                     for phase, move in enumerate(moves)
                 )  # type: ignore[assignment]
             drawn.append(
-                Shape(str(shapes[i]), str(colours[i]), size, 0.5, 0.5, moves, travel, event)
+                Shape(str(kinds[i]), str(colours[i]), size, 0.5, 0.5, moves, travel, event)
             )
         if meet:
             drawn = _make_meeting(rng, drawn)
-        placed = (tuple(drawn),) if meet else (_placed(rng, drawn) for _ in range(60))
-        by_place = next((p for p in placed if _places_differ(p) and _clear(p, meet)), None)
+        starts = [[(s.x, s.y) for s in drawn]] if meet else _starts(rng, n)
+        placed = (_placed(drawn, points) for points in starts if _places_differ(points))
+        by_place = next((shapes for shapes in placed if _clear(shapes, meet)), None)
         if by_place is None:
             continue
         return Scene(
@@ -247,17 +254,29 @@ def draw_scene(rng: np.random.Generator, family: str) -> Scene:
         )
 
 
-def _places_differ(shapes: tuple[Shape, ...]) -> bool:
-    """Whether no two shapes start in the same place, and each clearly in its own."""
-    off_borders = all(abs(s.x - border) >= PLACE_MARGIN for s in shapes for border in PLACE_BORDERS)
-    return off_borders and len({s.place for s in shapes}) == len(shapes)
+def _starts(rng: np.random.Generator, n: int) -> Iterator[Points]:
+    """Starting points of n shapes, tried one set after the other."""
+    for _ in range(60):
+        yield rng.uniform(0.12, 0.88, (n, 2)).tolist()
 
 
-def _placed(rng: np.random.Generator, shapes: list[Shape]) -> tuple[Shape, ...]:
-    """Shapes at drawn starting points, from left to right."""
-    points = rng.uniform(0.12, 0.88, (len(shapes), 2))
-    moved = [replace(s, x=float(x), y=float(y)) for s, (x, y) in zip(shapes, points, strict=True)]
+def _places_differ(points: Points) -> bool:
+    """Whether no two of the points are in the same place, and each clearly in its own."""
+    off_borders = all(
+        abs(x - border) >= PLACE_MARGIN for x, _ in points for border in PLACE_BORDERS
+    )
+    return off_borders and len({_third(x) for x, _ in points}) == len(points)
+
+
+def _placed(shapes: list[Shape], points: Points) -> tuple[Shape, ...]:
+    """Shapes at their starting points, from left to right."""
+    moved = [replace(s, x=x, y=y) for s, (x, y) in zip(shapes, points, strict=True)]
     return tuple(sorted(moved, key=lambda shape: shape.x))
+
+
+def _third(x: float) -> int:
+    """Which third of the picture, from the left."""
+    return min(2, int(x * 3))
 
 
 def _make_meeting(rng: np.random.Generator, shapes: list[Shape]) -> list[Shape]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -28,6 +31,8 @@ from vflash_analysis.clips.lists import (
 from vflash_analysis.clips.read import FrameReader, check_clips
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
+
+CHECKED_AT_ONCE = 100  # clips of one reader's process
 
 
 def _suite_key(benchmark: str, sample_seed: int) -> str:
@@ -168,10 +173,17 @@ def check_lists(settings: ClipSettings, folder: Path, most: int = 10**9) -> pd.D
     """
     names = sorted(path.stem for path in folder.glob("*.jsonl"))
     clips = _each_once([clip for name in names for clip in read_list(folder, name)[:most]])
-    with open_reader(settings) as reader:
-        rows = check_clips(
-            [clip.path for clip in clips], settings.num_frames, reader, settings.on_bad_clip
-        )
+    shares = [
+        clips[start : start + CHECKED_AT_ONCE] for start in range(0, len(clips), CHECKED_AT_ONCE)
+    ]
+
+    def check(share: list[Clip]) -> list[dict[str, Any]]:
+        with open_reader(settings) as reader:
+            files = [clip.path for clip in share]
+            return check_clips(files, settings.num_frames, reader, settings.on_bad_clip)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each thread waits for a reader's process
+        rows = [row for found in pool.map(check, shares) for row in found]
     frame = pd.DataFrame(rows)
     frame.insert(0, "clip_id", [clip.clip_id for clip in clips])
     frame.insert(1, "benchmark", [clip.benchmark for clip in clips])

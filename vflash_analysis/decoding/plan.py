@@ -25,6 +25,7 @@ from vflash_analysis.model.target import Target
 from vflash_analysis.records import COMPARISON_METHODS
 
 HF_GENERATE, HF_DFLASH = COMPARISON_METHODS
+ON_FEW_CLIPS = (*COMPARISON_METHODS, "lookup")  # only compared with
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ def plan_methods(
 def of_clip(planned: Sequence[Planned], turn: int, settings: DecodeSettings) -> list[Planned]:
     """The decodes of the clip with this number in its suite.
 
-    Hugging Face's loops, which are only compared with, run on the first `comparison_clips` clips.
+    What is only compared with runs on the first `comparison_clips` clips.
     """
     limit = settings.comparison_clips
-    compared = limit is None or turn < limit
-    return [one for one in planned if one.method is not None or compared]
+    few = limit is not None and turn >= limit
+    return [one for one in planned if not (few and one.name in ON_FEW_CLIPS)]

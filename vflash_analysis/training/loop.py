@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
@@ -50,7 +51,7 @@ from vflash_analysis.training.step import (
     TrainingStep,
     gradient_step,
     learning_rate,
-    make_optimizer,
+    make_optimizers,
     raise_to_fp32,
 )
 
@@ -170,9 +171,13 @@ def train(
         cuts = [visits[i : i + micro] for i in range(0, len(visits), micro)]
         return [make_batch(source, cut).to(device) for cut in cuts]
 
-    model, optimizer = accelerator.prepare(
+    if settings.optimizer == "muon" and accelerator.distributed_type == DistributedType.FSDP:
+        raise InputError(
+            "training.optimizer: found muon, allowed under FSDP: adamw (Muon needs whole matrices)"
+        )
+    model, *optimizers = accelerator.prepare(
         TrainingStep(drafter, target, settings, loss, mixed_precision),
-        make_optimizer(drafter, settings),
+        *make_optimizers(drafter, settings),
     )
     checkpoints = out / "checkpoints"
     state = _resume(accelerator, checkpoints, identity)
@@ -193,15 +198,16 @@ def train(
     while state.step < settings.steps:
         step = state.step
         rate = learning_rate(settings, step)
-        for group in optimizer.param_groups:
+        for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
             group["lr"] = rate
         visits = step_visits(settings.train_seed, step, settings.clips_per_step, len(items))
         mine = [(epoch, items[place]) for epoch, place in visits[rank::ranks]]
         batches = micro_batches(data, mine)
         sums = gradient_step(model, batches, step, accelerator)
         accelerator.clip_grad_norm_(model.parameters(), settings.grad_clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
         state.step += 1
         state.forward_equivalents += compute(sums)

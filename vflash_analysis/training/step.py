@@ -69,16 +69,26 @@ def raise_to_fp32(module: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def make_optimizer(module: nn.Module, settings: TrainSettings) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; only matrices decay, norms and biases do not."""
+def make_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.optim.Optimizer]:
+    """AdamW over the trainable parameters, or Muon for the matrices and AdamW for the rest.
+
+    Only matrices decay, norms and biases do not. Muon (arXiv 2502.16982) takes AdamW's rate and
+    decay: its orthogonal update is scaled to the size of AdamW's.
+    """
     parameters = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
-    )
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    rate, decay = settings.learning_rate, settings.weight_decay
+    groups = [{"params": others, "weight_decay": 0.0}]
+    optimizers: list[torch.optim.Optimizer] = []
+    if settings.optimizer == "muon":
+        optimizers.append(
+            torch.optim.Muon(matrices, rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        )
+    else:
+        groups.insert(0, {"params": matrices, "weight_decay": decay})
+    groups = [group for group in groups if group["params"]]
+    return [*optimizers, torch.optim.AdamW(groups, lr=rate, fused=True)] if groups else optimizers
 
 
 def weighted_loss(numerators: Tensor, denominators: Tensor, weights: Tensor) -> Tensor:
