@@ -298,7 +298,7 @@ def test_training_learns_a_text(tmp_path: Path, optimizer: str) -> None:
     folder = run(tmp_path, source=source, settings=chosen, log_every=20)
     frame = records(folder)
     first, last = frame.iloc[0], frame.iloc[-1]
-    assert last["loss_mask"] < 0.3 < first["loss_mask"] and last["loss_flow"] < 0.3
+    assert last["loss_mask"] < 0.5 < first["loss_mask"] and last["loss_flow"] < 0.5
     assert last["slot_accuracy"][0] > 0.95
 
 

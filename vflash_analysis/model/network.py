@@ -202,7 +202,7 @@ class VFlashDrafter(PreTrainedModel):
         self.context_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self._frequencies: torch.Tensor | None = None
+        self._rotary_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self.post_init()
 
     @property
@@ -225,21 +225,23 @@ class VFlashDrafter(PreTrainedModel):
             tapped = tapped.masked_fill(~keep.unsqueeze(-1), 0.0)
         return self.context_norm(self.fc(tapped))
 
-    def _rotary_frequencies(self, device: torch.device) -> torch.Tensor:
-        """(D / 2,) fp32. Not a buffer: a cast of the module must not round it."""
-        size, theta = self.config.head_dim, self.config.rope_parameters["rope_theta"]
-        steps = torch.arange(0, size, 2, dtype=torch.float32, device=device)
-        return 1.0 / (theta ** (steps / size))
+    def _make_rotary_table(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines (max_position_embeddings, D), computed in fp32 as the target's."""
+        config = self.config
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=weight.device)
+        frequencies = 1.0 / (config.rope_parameters["rope_theta"] ** (steps / config.head_dim))
+        positions = torch.arange(config.max_position_embeddings, device=weight.device)
+        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines (B, 1, N, D) of positions (B, N), computed in fp32 as the target's."""
-        if self._frequencies is None or self._frequencies.device != positions.device:
+        """Cosines and sines (B, 1, N, D) of positions (B, N) below `max_position_embeddings`."""
+        weight, table = self.fc.weight, self._rotary_table
+        if table is None or (table[0].dtype, table[0].device) != (weight.dtype, weight.device):
             with torch.inference_mode(False):
-                self._frequencies = self._rotary_frequencies(positions.device)
-        angles = positions.to(torch.float32).unsqueeze(-1) * self._frequencies
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-        dtype = self.fc.weight.dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+                table = self._rotary_table = self._make_rotary_table(weight)
+        return table[0][positions].unsqueeze(1), table[1][positions].unsqueeze(1)
 
     def forward(
         self,
