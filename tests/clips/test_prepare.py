@@ -2,7 +2,10 @@
 
 import dataclasses
 import shutil
+import time
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from vflash_analysis import config
@@ -62,6 +65,35 @@ def test_a_prepared_folder_can_be_moved_and_a_bad_clip_costs_no_other(prepared, 
     assert len(checked) == 8  # two of each of the four lists
     with pytest.raises(ClipError, match=clips[0].clip_id):
         prepare.check_lists(dataclasses.replace(SETTINGS, on_bad_clip="fail"), moved)
+
+
+def test_several_readers_give_the_rows_of_one_and_stop_at_a_bad_clip(
+    prepared, tmp_path, monkeypatch
+):
+    folder, _ = prepared
+    one = prepare.check_lists(SETTINGS, folder).drop(columns="seconds")
+    monkeypatch.setattr(prepare, "CLIPS_PER_READER", 2)
+    several = prepare.check_lists(SETTINGS, folder).drop(columns="seconds")
+    pd.testing.assert_frame_equal(one, several)
+
+    moved = tmp_path / "moved"
+    shutil.copytree(folder, moved)
+    Path(prepare.read_list(moved, "training")[0].path).write_bytes(b"no video")
+    read: list[str] = []
+
+    def check_clips(paths, *arguments):
+        for path in paths:
+            read.append(path)
+            prepare_check_clips([path], *arguments)
+            time.sleep(0.2)
+        return []
+
+    prepare_check_clips = prepare.check_clips
+    monkeypatch.setattr(prepare, "check_clips", check_clips)
+    monkeypatch.setattr(prepare, "CLIPS_PER_READER", 6)
+    with pytest.raises(ClipError, match="not_video"):
+        prepare.check_lists(dataclasses.replace(SETTINGS, on_bad_clip="fail"), moved)
+    assert len(read) < len(one)
 
 
 def test_the_sheet_shows_each_clip_once(prepared):

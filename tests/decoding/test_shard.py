@@ -304,7 +304,7 @@ def test_a_method_that_fails_costs_only_its_own_rows(
     }
 
 
-def test_outside_loops_may_be_compared_on_the_first_clips_only(target, clips, tmp_path):
+def test_what_is_only_compared_with_may_run_on_the_first_clips_only(target, clips, tmp_path):
     methods = ("ar", "hf_generate", "lookup")
     settings = replace(SETTINGS, methods=methods, max_new_tokens=4, comparison_clips=1)
     for _ in range(2):  # the second call finds every clip finished

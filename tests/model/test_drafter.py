@@ -289,12 +289,25 @@ def test_embedding_and_head_are_not_registered(target, drafter):
     assert all(parameter.requires_grad for parameter in drafter.parameters())
 
 
-def test_rotary_positions_are_the_targets(target, drafter):
-    positions = torch.tensor([[0, 3, 400, target.max_positions - 1]])
-    hidden = torch.zeros(1, 4, target.hidden_size, dtype=torch.float64)
-    cos, sin = target.text_model.rotary_emb(hidden, positions)
-    ours = drafter.rotary(positions)
-    assert torch.equal(ours[0][:, 0], cos) and torch.equal(ours[1][:, 0], sin)
+def test_rotary_positions_are_the_targets():
+    target = tiny_target(0, max_positions=32_768)
+    drafter = new_drafter(config_of(target), seed=0)
+    positions = torch.tensor([[0, 3, 400, 32_767]])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):  # a cast makes the table anew
+        hidden = torch.zeros(1, 4, target.hidden_size, dtype=dtype)
+        cos, sin = target.text_model.rotary_emb(hidden, positions)
+        ours = drafter.to(dtype).rotary(positions)
+        assert ours[0].dtype == dtype
+        assert torch.equal(ours[0][:, 0], cos) and torch.equal(ours[1][:, 0], sin)
+
+
+def test_more_rows_than_positions_are_refused(target, drafter):
+    rows = target.max_positions - 15
+    states = torch.zeros(1, rows, len(drafter.config.target_layer_ids) * target.hidden_size)
+    block = torch.zeros(1, 16, target.hidden_size, dtype=torch.float64)
+    drafter(block, states[:, 1:].double())
+    with pytest.raises(InputError, match="513 context and block rows, allowed: max_position"):
+        drafter(block, states.double())
 
 
 def test_config_copies_what_the_target_fixes(target):

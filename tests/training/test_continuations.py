@@ -133,7 +133,7 @@ def test_a_text_ends_with_its_stop_token_or_at_the_cap() -> None:
 def test_a_guess_changes_neither_text_nor_states(
     wrong: dict[int, int], length: int, max_new_tokens: int, stop_place: int
 ) -> None:
-    """Whatever is right or wrong in it, wherever text and guess end; and it saves forwards."""
+    """Whatever is right or wrong in it, wherever text and guess end."""
     ids, pixels = prompt_of(0)
     whole = greedy_continuation(TARGET, ids, pixels, 12, TAPS).token_ids.tolist()
     target = tiny_target(0)

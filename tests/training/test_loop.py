@@ -233,6 +233,12 @@ def test_a_drafter_that_cannot_be_saved_is_found_out_before_the_first_step(
         run(tmp_path, drafter, loss=killed_after(0))
 
 
+def test_muon_needs_whole_matrices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop.Accelerator, "distributed_type", loop.DistributedType.FSDP)
+    with pytest.raises(InputError, match=r"training\.optimizer: found muon, allowed under FSDP"):
+        run(tmp_path, settings=settings(optimizer="muon"))
+
+
 def test_half_precision_drafters_are_trained_in_fp32(tmp_path: Path) -> None:
     drafter = new().to(torch.bfloat16)
     folder = run(tmp_path, drafter, settings=settings(steps=2))
@@ -298,7 +304,8 @@ def test_training_learns_a_text(tmp_path: Path, optimizer: str) -> None:
     folder = run(tmp_path, source=source, settings=chosen, log_every=20)
     frame = records(folder)
     first, last = frame.iloc[0], frame.iloc[-1]
-    assert last["loss_mask"] < 0.5 < first["loss_mask"] and last["loss_flow"] < 0.5
+    small = 0.2 if optimizer == "adamw" else 0.5
+    assert last["loss_mask"] < small < first["loss_mask"] and last["loss_flow"] < small
     assert last["slot_accuracy"][0] > 0.95
 
 

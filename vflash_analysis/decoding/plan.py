@@ -25,7 +25,6 @@ from vflash_analysis.model.target import Target
 from vflash_analysis.records import COMPARISON_METHODS
 
 HF_GENERATE, HF_DFLASH = COMPARISON_METHODS
-ON_FEW_CLIPS = (*COMPARISON_METHODS, "lookup")  # only compared with
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Planned:
         objective, train_seed: how the drafter was trained, None where unknown.
         method: for our loop; None for Hugging Face's.
         network: the drafter, for Hugging Face's loop.
+        on_few_clips: whether only the first `comparison_clips` clips are decoded.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Planned:
     train_seed: int | None = None
     method: Method | None = field(default=None, compare=False)
     network: Any = field(default=None, compare=False)
+    on_few_clips: bool = False
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -97,11 +98,11 @@ def plan_methods(
 
     for spec in settings.methods:
         if spec == HF_GENERATE:
-            planned.append(Planned(HF_GENERATE))
+            planned.append(Planned(HF_GENERATE, on_few_clips=True))
             continue
         if spec == HF_DFLASH:
             for facts, network in runs_with(spec, VFlashConfig.model_type, load_drafter):
-                planned.append(Planned(HF_DFLASH, network=network, **facts))
+                planned.append(Planned(HF_DFLASH, network=network, on_few_clips=True, **facts))
             continue
         entry = METHODS[parse_method(spec)[0]]
         pairs: Sequence[tuple[dict[str, Any], Any]] = [({}, None)]
@@ -109,7 +110,10 @@ def plan_methods(
             pairs = runs_with(spec, entry.drafter_type, entry.load)
         for facts, network in pairs:
             method = build_method(spec, target, settings, network)
-            planned.append(Planned(method.name, method.setting, method=method, **facts))
+            few = entry.on_few_clips
+            planned.append(
+                Planned(method.name, method.setting, method=method, on_few_clips=few, **facts)
+            )
     keys = [one.key for one in planned]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice or not planned:
@@ -124,4 +128,4 @@ def of_clip(planned: Sequence[Planned], turn: int, settings: DecodeSettings) -> 
     """
     limit = settings.comparison_clips
     few = limit is not None and turn >= limit
-    return [one for one in planned if not (few and one.name in ON_FEW_CLIPS)]
+    return [one for one in planned if not (few and one.on_few_clips)]

@@ -269,7 +269,8 @@ class VFlashDrafter(PreTrainedModel):
             `last_hidden_state` (B, S, H), after the final norm; slot k predicts token anchor + k.
 
         Raises:
-            InputError: positions or mask do not cover context and block.
+            InputError: positions or mask do not cover context and block, or more rows than
+                `max_position_embeddings`.
         """
         context = None
         new = 0
@@ -278,6 +279,11 @@ class VFlashDrafter(PreTrainedModel):
             new = context.shape[1]
         slots = noise_embeds.shape[1]
         held = 0 if cache is None else int(cache.get_seq_length())
+        if held + new + slots > self.config.max_position_embeddings:
+            raise InputError(
+                f"drafter: found {held + new + slots} context and block rows, allowed: "
+                f"max_position_embeddings {self.config.max_position_embeddings}"
+            )
         if position_ids is None:
             position_ids = torch.arange(held, held + new + slots, device=noise_embeds.device)
             position_ids = position_ids[None]

@@ -219,7 +219,7 @@ def speedup_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Tabl
     frame = tidy(rows)
     caption = (
         "Speed-up of decoding over autoregressive decoding on the same clips; macro is the "
-        "unweighted mean over the five suites. Parentheses: clips measured/planned. "
+        "unweighted mean over the five suites. Parentheses: clips measured, of those any method tried. "
         f"{boot.caption()} Published rows are other targets or hardware unless marked comparable "
         "in the CSV; AR time per token stands beside every speed-up."
     )
@@ -260,7 +260,8 @@ def accepted_length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP)
     frame = tidy(rows)
     caption = (
         "Tokens committed per verify call, the target's own token included (accepted drafts: "
-        "without it). Parentheses: clips measured/planned, training seeds pooled. " + boot.caption()
+        "without it). Parentheses: clips measured, of those any method tried; training seeds pooled. "
+        + boot.caption()
     )
     quantities = (
         "accepted_length", "accepted_length_uncensored", "accepted_length_per_clip",

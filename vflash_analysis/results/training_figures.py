@@ -84,7 +84,7 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
         axis.set_xlabel("training step")
     caption = (
         f"Trained on {devices_text(frame)}{' (solid, dashed, dotted)' if len(devices) > 1 else ''}. "
-        f"Lines: mean over n = {span_text(frame['n'])} training seeds; bands: smallest and largest "
+        f"Lines: mean over training seeds (n = {span_text(frame['n'])}); bands: smallest and largest "
         "seed. The data size and budget of the drafters that decode, all scored from the all-mask state, the one "
         "that is deployed."
     )
@@ -164,7 +164,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     absent = [label(arm) for arm in arms if arm not in set(lengths["objective"])]
     seeds = _with_keys(frame, "seed")["seed"]
     caption = (
-        f"Error bars: 95 % bootstrap over {seeds[seeds != ''].nunique()} training seeds and the "
+        f"Error bars: 95 % bootstrap over training seeds ({seeds[seeds != ''].nunique()}) and "
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
         "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
         f"gained at most 2 %). Decoded on {devices_text(lengths)}."

@@ -1,6 +1,6 @@
 """Checkpoints that survive a kill: a folder is written under a temporary name and renamed.
 
-`<run>/checkpoints/step_00000120/` holds what `accelerate` saves (weights, optimizer, random states,
+`<run>/checkpoints/step_00000120/` holds what `accelerate` saves (weights, optimizers, random states,
 in its own form for one process, DDP or FSDP) and `state.json` with the trainer's own state and the
 size of every other file. The previous checkpoint is removed only after the new one has its name,
 so at any moment one complete checkpoint exists once the first was written.
@@ -44,7 +44,7 @@ def save_checkpoint(root: str | Path, accelerator: Any, step: int, state: dict[s
 
     Args:
         root: the folder of checkpoints.
-        accelerator: has prepared the model and the optimizer.
+        accelerator: has prepared the model and its optimizers.
         step: steps done; no checkpoint of this step exists.
         state: JSON state of the trainer.
 

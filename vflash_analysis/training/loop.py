@@ -132,8 +132,8 @@ def train(
         The folder of the drafter, training facts in its config.
 
     Raises:
-        InputError: no supervised tokens, `clips_per_step` not a multiple of the processes, or
-            another run's checkpoints or drafter in `out_folder`.
+        InputError: no supervised tokens, `clips_per_step` not a multiple of the processes, Muon
+            under FSDP, or another run's checkpoints or drafter in `out_folder`.
     """
     out = Path(out_folder)
     raise_to_fp32(drafter)
@@ -239,7 +239,7 @@ def _silent(line: str) -> None:
 
 
 def _resume(accelerator: Any, checkpoints: Path, identity: dict[str, Any]) -> _State:
-    """Loads the newest checkpoint into the prepared model and optimizer, if there is one."""
+    """Loads the newest checkpoint into the prepared model and optimizers, if there is one."""
     found = latest_checkpoint(checkpoints)
     if found is None:
         return _State()

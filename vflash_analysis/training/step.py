@@ -73,11 +73,12 @@ def make_optimizers(module: nn.Module, settings: TrainSettings) -> list[torch.op
     """AdamW over the trainable parameters, or Muon for the matrices and AdamW for the rest.
 
     Only matrices decay, norms and biases do not. Muon (arXiv 2502.16982) takes AdamW's rate and
-    decay: its orthogonal update is scaled to the size of AdamW's.
+    decay: its orthogonal update is scaled to the size of AdamW's. It is computed in bfloat16, so
+    its last bits are those of one kind of processor.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in parameters if p.dim() == 2]
-    others = [p for p in parameters if p.dim() != 2]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    others = [p for p in parameters if p.dim() < 2]
     rate, decay = settings.learning_rate, settings.weight_decay
     groups = [{"params": others, "weight_decay": 0.0}]
     optimizers: list[torch.optim.Optimizer] = []
