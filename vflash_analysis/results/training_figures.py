@@ -168,7 +168,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
         "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
         f"gained at most 2 %). Decoded on {devices_text(lengths)}."
-        + (f" No data: {', '.join(absent)}." if absent else "")
+        + (f" No data: {'; '.join(absent)}." if absent else "")
     )
     finish(figure, "Training objectives against compute", caption)
     drawn = lengths.index.union(keyed.index[keyed["quantity"] == "forward_equivalents"])
@@ -188,14 +188,15 @@ def _draw_compute_lines(
     """Draws one line per arm and returns where each ends."""
     ends: dict[str, tuple[float, float]] = {}
     edge = 1.6 * max(compute.values(), default=1.0)
-    for number, arm in enumerate(arms):
-        own = rows.loc[rows["objective"] == arm]
-        cells = zip(own["clips"], own["steps"], strict=True)
-        x = np.asarray([compute.get((arm, *cell), math.nan) for cell in cells], dtype=float)
-        own = own.assign(x=x).dropna(subset=["x"]).sort_values("x")
+    keys = zip(rows["objective"], rows["clips"], rows["steps"], strict=True)
+    rows = rows.assign(x=[compute.get(key, math.nan) for key in keys]).dropna(subset=["x"])
+    for arm in arms:
+        own = rows.loc[rows["objective"] == arm].sort_values("x")
         if own.empty:
             continue
-        aside = 2 ** (0.05 * (number - (len(arms) - 1) / 2))
+        beside = set(rows.loc[rows["x"].isin(own["x"]), "objective"])  # equal compute, itself too
+        place = [one for one in arms if one in beside].index(arm)
+        aside = 2 ** (0.05 * (place - (len(beside) - 1) / 2))
         at = own["x"].to_numpy(dtype=float) * aside
         value, low, high = (own[name].to_numpy(dtype=float) for name in ("value", "low", "high"))
         tone, front = colour(arm), 4 if arm == FLOW_ARM else 3
@@ -212,6 +213,8 @@ def _draw_compute_lines(
     if compute:
         first, last = min(compute.values()), max(compute.values())
         ticks = first * 2.0 ** np.arange(math.floor(math.log2(last / first) + 1e-9) + 1)
+        if len(ticks) < 2:
+            ticks = np.unique(list(compute.values()))
         axis.set_xticks(ticks, [_short(tick) for tick in ticks])
         axis.set_xlim(first / 1.25, edge)
     axis.minorticks_off()
