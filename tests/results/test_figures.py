@@ -320,12 +320,13 @@ def test_bytes_do_not_depend_on_the_callers_style(tmp_path, steps):
         assert one.read_bytes() == two.read_bytes()
 
 
-def test_case_137_figures_are_closed_after_saving(tmp_path, steps):
+def test_case_137_finished_figures_are_closed_and_can_be_saved(tmp_path, steps):
     frame = steps.iloc[:0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(25):
             figure = plt.figure()
+            finish(figure, "title", "caption")
             figure.savefig = lambda path, **options: path.write_bytes(b"drawn")
             save_figure(tmp_path, f"x{number}", figure, frame)
     assert plt.get_fignums() == []

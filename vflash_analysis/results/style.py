@@ -105,7 +105,10 @@ def finish(
     legend: Sequence[Artist] = (),
     legend_columns: int = 1,
 ) -> None:
-    """Puts title and legend above the panels and the caption below, then fixes the layout."""
+    """Puts title and legend above the panels and the caption below, then fixes the layout.
+
+    Closes the figure: it can be saved and shown, but a notebook does not show it once more.
+    """
     width, height = (float(inches) for inches in figure.get_size_inches())
     lines = textwrap.wrap(caption, int(17.5 * width))
     below = (0.165 * len(lines) + 0.16) / height
@@ -131,6 +134,7 @@ def finish(
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=space, h_pad=0.06, w_pad=0.08))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
+    plt.close(figure)
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
@@ -209,20 +213,17 @@ def no_data(axis: Axes, text: str = "no data") -> None:
 
 
 def save_figure(folder: str | Path, stem: str, figure: Figure, frame: pd.DataFrame) -> list[Path]:
-    """Writes `<stem>.svg`, `.pdf`, `.png` and the `.csv` drawn, then closes the figure.
+    """Writes `<stem>.svg`, `.pdf`, `.png` and the `.csv` drawn.
 
     Nothing that changes from run to run (dates, versions, random ids) enters the files.
     """
     folder = Path(folder)
     paths = []
-    try:
-        with matplotlib.rc_context(_RC):
-            for ending, marks in _METADATA.items():
-                path = folder / f"{stem}.{ending}"
-                save = partial(figure.savefig, format=ending, metadata=marks)
-                replace_atomically(path, save)
-                paths.append(path)
-    finally:
-        plt.close(figure)
+    with matplotlib.rc_context(_RC):
+        for ending, marks in _METADATA.items():
+            path = folder / f"{stem}.{ending}"
+            save = partial(figure.savefig, format=ending, metadata=marks)
+            replace_atomically(path, save)
+            paths.append(path)
     write_tidy_csv(folder / f"{stem}.csv", frame)
     return [*paths, folder / f"{stem}.csv"]
