@@ -213,7 +213,7 @@ def test_a_playback_fills_with_the_recorded_cycles(synthetic):
 def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, runs, monkeypatch):
     place = tmp_path / "tracked"
     monkeypatch.setattr(paths, "TRACKED_RECORDS", place)
-    monkeypatch.setattr(publish, "record_folders", lambda shards: [synthetic])
+    monkeypatch.setattr(publish, "records_of", lambda shards: load_records([synthetic]))
     samples = []
     monkeypatch.setattr(
         publish,
@@ -240,11 +240,43 @@ def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, ru
     ]
     assert len(lengths[0]) and lengths[0]["value"].tolist() == lengths[1]["value"].tolist()
     assert after.cycles["n_accepted"].equals(before.cycles["n_accepted"])
+    kept = [frame.loc[frame["quantity"] == "right_kept", "value"] for frame in (whole, slim)]
+    assert len(kept[0]) and kept[0].tolist() == kept[1].tolist()
     monkeypatch.setattr(publish, "SIZE_LIMIT", 10)
     with pytest.raises(InputError, match="allowed: 10"):
         publish.publish([], [], 77)
     with pytest.raises(InputError, match="publish: target is not done"):
         publish.publish(stages.plan("smoke"), [], 77)
+
+
+def test_the_training_log_stays_whole_for_drafters_that_decode_only():
+    log = pd.DataFrame(
+        [("a", "", 1), ("a", "", 2), ("b", "", 1), ("b", "", 2), ("b", "validation", 1)],
+        columns=["drafter_sha256", "setting", "step"],
+    )
+    decoded = pd.DataFrame({"drafter_sha256": ["", "a"]})
+    kept = publish.slim_training(SimpleNamespace(training=log, generations=decoded))
+    assert kept.index.tolist() == [0, 1, 3, 4]
+
+
+def test_figures_and_tables_name_the_shards_they_lack(synthetic, tmp_path, monkeypatch):
+    outputs = ("generations.parquet",)
+    shards = [
+        SimpleNamespace(name="clips", outputs=("clips.csv",), done=True, folder=None),
+        SimpleNamespace(name="decode-VDC-0", outputs=outputs, done=True, folder=synthetic),
+        SimpleNamespace(name="decode-VDC-1", outputs=outputs, done=False, folder=None),
+    ]
+    monkeypatch.setattr(stages, "plan", lambda *options: shards)
+    monkeypatch.setattr("vflash_analysis.results.report.FIGURES", tmp_path)
+    monkeypatch.setattr("vflash_analysis.results.report.FIGURE_OF_TABLE", {})
+    monkeypatch.setattr("vflash_analysis.results.report.FIGURE_OF_FRAME", {})
+    code, output = call("figures", "--profile", "smoke")
+    assert code == 1 and "not in it, as not done: decode-VDC-1; vflash status says why" in output
+    told = (tmp_path / "latest" / "T1_speedup.md").read_text()
+    assert "Not in it, as not done: decode-VDC-1." in told
+    shards.pop()
+    code, output = call("figures", "--profile", "smoke")
+    assert code == 0 and "not in it" not in output
 
 
 def test_publish_tracks_the_drafters_of_the_first_training_seed(tmp_path, monkeypatch):

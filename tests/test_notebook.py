@@ -3,7 +3,9 @@
 import json
 import os
 import threading
+from types import SimpleNamespace
 
+import IPython  # noqa: F401  (as in a kernel)
 import pytest
 
 from vflash_analysis import config, notebook, paths, records, stages
@@ -142,6 +144,23 @@ def test_wrong_parameters_are_refused_by_name(name, own, message):
         open_stage(name, "smoke", **own)
 
 
+def test_a_parameter_that_papermill_was_given_and_no_notebook_takes_is_refused(monkeypatch):
+    cells = [
+        "profile = 'pocket'",
+        "x = 1",
+        '# Parameters\nprofile = "smoke"\nprofil = float("nan")',
+    ]
+    shell = SimpleNamespace(user_ns={"In": cells})
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    with pytest.raises(InputError) as refusal:
+        open_stage("clips", "smoke")
+    assert str(refusal.value) == (
+        "10_prepare_clips.ipynb: unknown parameter profil, allowed: profile, overrides"
+    )
+    cells[-1] = cells[-1].replace("profil =", "overrides =")
+    assert open_stage("clips", "smoke").shard.name == "clips"
+
+
 def test_a_drafter_beside_the_plan_can_be_trained_by_hand():
     own = {"arm": "wrong_reveal", "train_seed": 7, "steps": 0, "training_clips": 0}
     with pytest.raises(InputError, match="drafter-wrong_reveal-7-4-4: needs clips"):
@@ -169,7 +188,9 @@ def test_later_notebooks_fall_back_on_the_tracked_records(place, monkeypatch):
     (place / "tracked").mkdir()
     (place / "tracked" / "generations.parquet").write_text("one\n")
     stage = open_stage("speedup", "smoke")
-    assert stage.tracked and stage.record_folders is None and "tracked records" in repr(stage)
+    assert stage.tracked and stage.record_folders is None
+    told = "reads the tracked records, not this run's results: 1 of 1 shards are not done, first "
+    assert told + "decode-VDC-0" in repr(stage)
     (place / "tracked" / "generations.parquet").write_text("other\n")
     os.utime(place / "tracked" / "generations.parquet", ns=(1, 1))
     assert open_stage("speedup", "smoke").run_id != stage.run_id

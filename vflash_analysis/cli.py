@@ -9,6 +9,7 @@ something is missing or failed, 2 bad input.
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,7 @@ def _say(value: Any, as_json: bool) -> None:
         print(json.dumps(value, ensure_ascii=False, default=str), flush=True)
 
 
-def _print_table(rows: list[dict[Any, Any]], columns: list[str]) -> None:
+def _print_table(rows: list[dict[Any, Any]], columns: Sequence[str]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -185,13 +186,24 @@ def _records(
     keep_stale: bool = False,
 ) -> Any:
     """Records of the finished shards of a plan; the tracked ones without a profile."""
-    from vflash_analysis.publish import record_folders
+    from vflash_analysis.publish import records_of
     from vflash_analysis.results.sources import load_records
 
     if profile is None:
         return load_records()
-    shards = stages.plan(profile, overrides, ablation, all_clips, keep_stale)
-    return load_records(record_folders(shards))
+    return records_of(stages.plan(profile, overrides, ablation, all_clips, keep_stale))
+
+
+def _name_lacking(found: Any) -> int:
+    """Say which shards of a run its records lack; returns the exit code, 0 where none is."""
+    names = found.lacking
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        print(
+            f"not in it, as not done: {', '.join(names[:3])}{more}; vflash status says why",
+            file=sys.stderr,
+        )
+    return 1 if names else 0
 
 
 RecordsOption = Annotated[
@@ -220,6 +232,7 @@ def figures(
     if publish and (profile != "pocket" or overrides or keep_stale):
         raise InputError("--publish: allowed with --profile pocket, without --set and --keep-stale")
     samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
+    code = 0
     if publish:
         shards = stages.plan("pocket", all_clips=all_clips)
         planned = {shard.name for shard in shards}
@@ -228,10 +241,12 @@ def figures(
     else:
         found = _records(profile, overrides, ablation, all_clips, keep_stale)
         written = build_results(found, n_samples=samples)
+        code = _name_lacking(found)
     names = [paths.relative_to_root(path) for path in written]
     folders = sorted({name.rpartition("/")[0] for name in names})
     print(f"{len(names)} files in {', '.join(folders)}")
     _say({"files": names}, as_json)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -245,17 +260,19 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Print a table: ours beside the published numbers unless another is named."""
-    from rich.markdown import Markdown
-
     from vflash_analysis.results.report import make_table
-    from vflash_analysis.results.write import markdown
     from vflash_analysis.stats import Bootstrap
 
     overrides = _overrides(set_)
     samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
     found = _records(profile, overrides, ablation, all_clips, keep_stale)
     made = make_table(table, found, Bootstrap(n_samples=samples))
-    Console().print(Markdown(markdown(made)))
+    Console().print(Text(made.title, style="bold"), Text(made.caption), sep="\n")
+    for section in made.sections:
+        Console().print("", Text(section.title, style="bold"), sep="\n")
+        _print_table(
+            [dict(zip(section.header, row, strict=True)) for row in section.body], section.header
+        )
     _say({"table": made.stem, "rows": json.loads(made.frame.to_json(orient="records"))}, as_json)
 
 

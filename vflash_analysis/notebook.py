@@ -9,6 +9,7 @@
 A finished stage opened again says so (`stage.done`) and shows its results without writing.
 """
 
+import ast
 import atexit
 import os
 import sys
@@ -28,6 +29,7 @@ from vflash_analysis.locks import FolderLock
 from vflash_analysis.stages import STAGES, Shard
 
 STALE_VARIABLE = "VFLASH_KEEP_STALE"
+INJECTED = "# Parameters\n"  # how papermill begins the cell that holds what it was given
 RUN_ID_VARIABLE = "VFLASH_RUN_ID"  # set by the runner: the run it planned
 
 _thread_failures: list[str] = []
@@ -42,14 +44,14 @@ class OpenStage:
         shard: its place in the plan.
         settings: the checked profile.
         upstream: the shards whose results it reads.
-        tracked: whether it reads the tracked records, as results of this run are missing.
+        absent: why it reads the tracked records instead of this run's results; empty if it does not.
         done: whether it was complete when it was opened.
     """
 
     shard: Shard
     settings: Profile
     upstream: tuple[Shard, ...]
-    tracked: bool
+    absent: str
     done: bool
     started: float = field(default_factory=time.monotonic)
 
@@ -63,11 +65,18 @@ class OpenStage:
 
     def __repr__(self) -> str:
         state = "done before: shown, not computed again" if self.done else "to do"
-        origin = "tracked records" if self.tracked else ", ".join(s.name for s in self.upstream)
+        origin = ", ".join(s.name for s in self.upstream) or "no earlier stage"
+        if self.tracked:
+            origin = f"the tracked records, not this run's results: {self.absent}"
         return (
             f"{self.shard.name} ({self.settings.name}): {state}\n"
-            f"  results in {paths.relative_to_root(self.folder)}\n  reads {origin or 'no earlier stage'}"
+            f"  results in {paths.relative_to_root(self.folder)}\n  reads {origin}"
         )
+
+    @property
+    def tracked(self) -> bool:
+        """Whether it reads the tracked records, as results of this run are missing."""
+        return bool(self.absent)
 
     @property
     def drafter_key(self) -> DrafterKey:
@@ -202,6 +211,23 @@ def _on_tracked_records(shard: Shard) -> Shard:
     return Shard(**{**shard.__dict__, **values})
 
 
+def _refuse_unknown_parameters(stage: stages.Stage) -> None:
+    """Refuse names in a cell of parameters that papermill wrote: it only warns of unknown ones."""
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    cells = shell.user_ns.get("In", []) if shell else []
+    allowed = ["profile", "overrides", *stage.takes, *stage.by_hand]
+    for cell in cells:
+        if cell.startswith(INJECTED):
+            given = [
+                ast.unparse(a.targets[0]) for a in ast.parse(cell).body if isinstance(a, ast.Assign)
+            ]
+            unknown = [name for name in given if name not in allowed]
+            if unknown:
+                raise InputError(
+                    f"{stage.notebook}: unknown parameter {unknown[0]}, allowed: {', '.join(allowed)}"
+                )
+
+
 def open_stage(
     name: str, profile: str, overrides: Mapping[str, Any] | None = None, **own: Any
 ) -> OpenStage:
@@ -214,12 +240,14 @@ def open_stage(
         own: the stage's own parameters; `steps` and `training_clips` of 0 mean the profile's.
 
     Raises:
-        InputError: a bad setting or parameter, an earlier stage that has not run, or a folder in
-            which another process works.
+        InputError: a bad setting or parameter (also one that papermill was given and the notebook
+            does not take), an earlier stage that has not run, or a folder in which another process
+            works.
     """
     if name not in STAGES:
         raise InputError(f"stage: found {name!r}, allowed: {', '.join(STAGES)}")
     stage = STAGES[name]
+    _refuse_unknown_parameters(stage)
     settings = config.load_profile(profile, overrides)
     if sorted(own) != sorted(stage.takes):
         raise InputError(f"{name}: found parameters {sorted(own)}, allowed: {sorted(stage.takes)}")
@@ -247,19 +275,20 @@ def open_stage(
         )
     upstream = tuple(by_name[needed] for needed in shard.dependencies)
     waiting = [item for item in upstream if not item.done]
-    tracked = bool(waiting) and stage.falls_back and paths.TRACKED_RECORDS.is_dir()
-    if waiting and not tracked:
+    absent = ""
+    if waiting and stage.falls_back and paths.TRACKED_RECORDS.is_dir():
+        absent = f"{len(waiting)} of {len(upstream)} shards are not done, first {waiting[0].name}"
+        shard = _on_tracked_records(shard)
+    elif waiting:
         first = waiting[0]
         raise InputError(
             f"{wanted}: needs {first.name}, which has not run: notebooks/{first.notebook.name} or "
             f"`vflash run --profile {profile} --only {first.stage}`"
         )
-    if tracked:
-        shard = _on_tracked_records(shard)
     done = shard.done
     if not done and shard.folder not in _open_locks:
         _open_locks[shard.folder] = FolderLock(shard.folder)
         (shard.folder / records.DONE_NAME).unlink(missing_ok=True)
     threading.excepthook = _note_thread_failure
     sys.stdout.flush()
-    return OpenStage(shard, settings, upstream, tracked, done)
+    return OpenStage(shard, settings, upstream, absent, done)

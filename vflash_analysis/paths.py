@@ -52,6 +52,7 @@ DATA = ROOT / "data"
 PROFILES = DATA / "profiles"
 TRACKED_RECORDS = DATA / "records" / "pocket"
 FIGURES = ROOT / "figures"
+TRACKED_FIGURES = FIGURES / "pocket"
 RUNS = Path(os.environ.get("VFLASH_RUNS") or ROOT / "runs").expanduser().resolve()
 NOTEBOOKS = ROOT / "notebooks"
 

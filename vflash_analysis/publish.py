@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import pandas as pd
 
 from vflash_analysis import paths, records
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS
+from vflash_analysis.records import ANCHORS, TRAINING
 from vflash_analysis.results.claims import write_claims
+from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.report import build_results
 from vflash_analysis.results.sources import TABLES, Records, final_drafters, load_records
@@ -35,17 +37,19 @@ TARGET_GATES = ("gates.csv", "kinds.csv")
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 
 
-def record_folders(shards: Sequence[Shard]) -> list[Path]:
-    """Folders of the finished shards that hold record tables.
+def records_of(shards: Sequence[Shard]) -> Records:
+    """Records of the finished shards of a plan; those that are not done are named in `lacking`.
 
     Raises:
         InputError: no shard with records is done.
     """
     names = {f"{schema.name}.parquet" for schema in TABLES}
-    found = [s.folder for s in shards if names & set(s.outputs) and s.done]
-    if not found:
+    holding = [shard for shard in shards if names & set(shard.outputs)]
+    done = [shard for shard in holding if shard.done]
+    if not done:
         raise InputError("records: no finished shard has any; vflash run makes them")
-    return found
+    lacking = tuple(shard.name for shard in holding if shard not in done)
+    return replace(load_records([shard.folder for shard in done]), lacking=lacking)
 
 
 def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
@@ -73,6 +77,18 @@ def slim_anchors(found: Records) -> pd.DataFrame:
     kept = anchors.loc[whole | anchors["setting"].isin(LENGTH_SETTINGS)]
     matches = kept["slot_match"].where(whole.loc[kept.index], None).astype(object)
     return kept.assign(slot_match=matches)
+
+
+def slim_training(found: Records) -> pd.DataFrame:
+    """The training log that tables and figures need.
+
+    Whole for the drafters that decode; of the others, what was scored on validation clips (F5) and
+    the last logged step (T3).
+    """
+    log = found.training
+    decode = log["drafter_sha256"].isin(set(found.generations["drafter_sha256"]))
+    last = log["step"] == log.groupby(["drafter_sha256", "setting"])["step"].transform("max")
+    return log.loc[decode | (log["setting"] == VALIDATION) | last]
 
 
 def refuse_fewer_drafters(anchors: pd.DataFrame) -> None:
@@ -144,11 +160,12 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         reason = shard.why_not_done()
         if reason:
             raise InputError(f"publish: {shard.name} is not done: {reason}")
-    found = load_records(record_folders([*shards, *compared]))
+    found = records_of([*shards, *compared])
     frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
     refuse_fewer_drafters(frames[ANCHORS.name])
     frames["cycles"] = slim(frames["generations"], frames["cycles"])
     frames[ANCHORS.name] = slim_anchors(found)
+    frames[TRAINING.name] = slim_training(found)
     seed = min((s.parameters["train_seed"] for s in shards if s.stage == "drafter"), default=0)
     drafts = paths.RUNS / ".publish"
     written = []
@@ -172,5 +189,5 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         if shard.stage == "drafter" and shard.parameters["train_seed"] == seed:
             written.append(track_drafter(shard))
     written += build_results(n_samples=n_samples)
-    speedups = read_tidy_csv(paths.FIGURES / "pocket" / "T1_speedup.csv")
+    speedups = read_tidy_csv(paths.TRACKED_FIGURES / "T1_speedup.csv")
     return [*written, write_claims(paths.ROOT / "README.md", speedups, tracked_gates(n_samples))]

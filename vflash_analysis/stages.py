@@ -138,7 +138,7 @@ STAGES = {
             "ablations",
             "62_compare_objectives.ipynb",
             ("bootstrap_samples",),
-            ("drafter",),
+            ("drafter", "decode"),
             ("T3_objectives.csv", "F_objectives.csv", "F5_training.csv"),
             takes=("ablation",),
             falls_back=True,
@@ -263,6 +263,8 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
             files.append(("training_list", config.data_folder() / profile.clips.training_list))
     if stage.name == "drafter" and profile.drafter.source:
         files.append(("drafter", paths.ROOT / profile.drafter.source))
+    if stage.name == "ablations" and paths.TRACKED_RECORDS.is_dir():
+        files.append(("tracked", paths.TRACKED_RECORDS))  # cells that the run does not compute
     if stage.name in ("speedup", "beside_paper"):
         files.append(("published", paths.DATA / "published"))
     return files

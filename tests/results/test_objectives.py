@@ -1,16 +1,20 @@
 """T3 and the data of F4 and F5: paired differences, intervals over seeds, final drafters."""
 
+import dataclasses
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from tests.results.synthetic import drafter_columns, training_rows
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, TRAINING, typed_frame
+from vflash_analysis.records import ANCHORS, TRAINING, typed_frame, write_records
+from vflash_analysis.results import objectives
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.objectives import anchors_with_arms, objectives_table
 from vflash_analysis.results.sources import records_from_frames
-from vflash_analysis.results.tidy import ARM_ORDER
+from vflash_analysis.results.tidy import ARM_ORDER, write_tidy_csv
+from vflash_analysis.results.training_figures import objectives_figure
 from vflash_analysis.results.write import markdown
 from vflash_analysis.stats import Bootstrap
 
@@ -171,7 +175,61 @@ def test_t3_has_every_arm_budget_and_quantity(records, boot):
         frame, quantity="right_kept", objective="self_reveal", setting="clips=100;steps=200"
     )
     assert (kept["value"], kept["n"]) == (0.97, 400)
-    assert "paired difference: self reveal minus" in markdown(table)
+    assert "paired difference (tokens): self reveal minus" in markdown(table)
+    assert "decoded chain" in table.caption and "Stored" not in table.caption
+
+
+def test_t3_times_only_the_drafters_that_decode(records, boot):
+    decode = records.generations["drafter_sha256"].str.startswith("self_reveal-1-200-")
+    some = dataclasses.replace(
+        records,
+        generations=records.generations.loc[decode | (records.generations["method"] == "ar")],
+    )
+    frame = objectives_table(some, boot).frame
+    timed = frame.loc[frame["quantity"] == "train_s"]
+    assert timed[["objective", "setting", "n"]].values.tolist() == [
+        ["self_reveal", "clips=100;steps=200", 1]
+    ]
+    assert "decoded chain" not in objectives_table(anchors_only(known_anchors()), FEW).caption
+
+
+@pytest.fixture
+def tracked(known, tmp_path, monkeypatch):
+    """A tracked table of two seeds, and records of the target it is about."""
+    write_records(tmp_path / "anchors.parquet", known_anchors(), ANCHORS)
+    stored = known.assign(status="stored", source="data/records/pocket")
+    write_tidy_csv(tmp_path / "T3_objectives.csv", stored)
+    monkeypatch.setattr(objectives, "TRACKED_RECORDS", tmp_path)
+    monkeypatch.setattr(objectives, "TRACKED_FIGURES", tmp_path)
+    return known
+
+
+def test_a_run_shows_stored_cells_where_it_computed_none(tracked):
+    frame = known_anchors()
+    own = frame.loc[(frame["objective"] == "mask_only") & (frame["train_seed"] == 1)]
+    table = objectives_table(anchors_only(own), FEW)
+    lengths = table.frame.loc[table.frame["quantity"] == "anchor_accepted_length"]
+    rows = lengths.set_index(["objective", "setting"])
+    assert rows.loc[("mask_only", CELL), ["value", "status"]].tolist() == [4, "measured"]
+    assert rows.loc[("self_reveal", CELL), ["value", "status"]].tolist() == [6.25, "stored"]
+    assert rows.loc[("mask_only", f"{CELL};seed=2"), "status"] == "stored"
+    assert len(rows) == len(tracked.loc[tracked["quantity"] == "anchor_accepted_length"])
+    difference = pick(table.frame, quantity="paired_difference_t")
+    assert (difference["value"], difference["status"]) == (1.75, "stored")
+    text = markdown(table)
+    assert "Stored: from the tracked records" in text and "(n 4), stored |" in text
+    figure, drawn = objectives_figure(table.frame)
+    assert set(drawn["status"]) == {"measured", "stored"}
+    assert "Hollow: stored" in figure.texts[-1].get_text().replace("\n", " ")
+
+
+def test_stored_cells_are_of_the_same_target_and_never_beside_tracked_ones(tracked):
+    other = known_anchors().assign(target_sha256="b" * 64)
+    assert set(objectives_table(anchors_only(other), FEW).frame["status"]) == {"measured"}
+    whole = anchors_only(known_anchors())
+    alone = dataclasses.replace(whole, status="stored")
+    assert len(objectives_table(alone, FEW).frame) == len(tracked)
+    assert set(objectives_table(whole, FEW).frame["status"]) == {"measured"}
 
 
 def test_common_random_numbers_make_the_paired_interval_narrow(records):
@@ -228,6 +286,16 @@ def test_f5_data_is_the_mean_and_range_over_seeds():
     assert slot["high"] == pytest.approx(max(by_seed), rel=1e-5)
     assert slot["n"] == 2
     assert "loss_flow" not in set(frame["quantity"])
+
+
+def test_f5_pools_devices_and_names_them():
+    rows = training_rows(("mask_only",), (1, 2), (100,), (100,))
+    rows["device"] = ["1 thread" if seed == 1 else "2 threads" for seed in rows["train_seed"]]
+    frame = training_frame(
+        records_from_frames({"training": typed_frame(rows, TRAINING)}, "synthetic")
+    )
+    assert set(frame["device"]) == {"1 thread; 2 threads"}
+    assert set(frame.loc[frame["quantity"] == "loss_mask", "n"]) == {2}
 
 
 def test_f5_prefers_validation_clips():

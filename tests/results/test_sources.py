@@ -50,6 +50,18 @@ def test_the_records_of_several_folders_are_read_together(tmp_path):
     assert found.cycles.empty and found.source == "2 run folders"
 
 
+def test_a_damaged_file_of_a_run_says_how_to_make_it_anew(tmp_path):
+    file = tmp_path / "generations.parquet"
+    write_records(file, [generation_row("ar", "a")], GENERATIONS)
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(InputError) as refusal:
+        load_records([tmp_path])
+    assert "generations.parquet" in str(refusal.value) and "anew" not in str(refusal.value)
+    (tmp_path / "DONE").touch()  # a shard's folder
+    with pytest.raises(InputError, match=r"; remove .* and run again to make it anew"):
+        load_records([tmp_path])
+
+
 def test_folders_without_records_are_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(InputError, match="no record files"):

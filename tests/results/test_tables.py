@@ -17,7 +17,7 @@ from vflash_analysis.results.tables import (
     speedup_table,
 )
 from vflash_analysis.results.tidy import COLUMNS
-from vflash_analysis.results.write import markdown
+from vflash_analysis.results.write import markdown, places
 from vflash_analysis.stats import Bootstrap
 
 FEW = Bootstrap(n_samples=20)
@@ -268,8 +268,15 @@ def test_t4_keeps_the_verify_shaped_control_apart():
     row = pick(table.frame, quantity="texts_compared", method="ar")
     assert (row["setting"], row["value"]) == ("verify16", 1)
     counts = "1 (n 1) | 0 (n 1) | 0 (n 1) | 0 (n 1) | – | – |"
-    line = f"| Autoregressive |  | verify16 | 2 CPU cores, float32 | {counts}"
-    assert line in markdown(table)
+    assert f"| Autoregressive |  | verify16 | A | {counts}" in markdown(table)
+    assert "Where: A: 2 CPU cores, float32, synthetic." in table.caption
+
+
+def test_a_letter_stands_for_a_device_and_its_source():
+    rows = [("cpu", "ours"), ("", "ours"), ("h100", "page"), ("cpu", "ours"), ("cpu", "page")]
+    lettered, told = places(pd.DataFrame(rows, columns=["device", "source"]))
+    assert lettered["where"].tolist() == ["A", "", "B", "A", "C"]
+    assert told == "Where: A: cpu, ours; B: h100, page; C: cpu, page."
 
 
 def test_t9_has_every_status_where_it_belongs(known):

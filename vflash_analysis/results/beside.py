@@ -20,10 +20,9 @@ from vflash_analysis.results.tidy import (
     MISSING,
     NOT_COMPARABLE,
     PUBLISHED_ONLY,
-    label,
     tidy,
 )
-from vflash_analysis.results.write import NO_VALUE, Section, Table, cell_text, pivot
+from vflash_analysis.results.write import Section, Table, pivot, places, titled
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
 ITEM = "T9_beside_paper"
@@ -51,23 +50,25 @@ def _our_rows(records: Records, boot: Bootstrap) -> list[dict[str, Any]]:
     ]
 
 
-def _with_status(row: pd.Series) -> str:
-    text = cell_text(row)
-    return f"{text}, {row['status']}" if text != NO_VALUE else f"{text} {row['status']}"
+def _with_standing(frame: pd.DataFrame) -> pd.DataFrame:
+    """With one status for all cells of a method and place: "missing" only where all of them are."""
+    keys = ["quantity", "method", "where"]
+    known = frame["status"].where(frame["status"] != MISSING)
+    first = known.groupby([frame[key] for key in keys]).transform("first")
+    return frame.assign(standing=first.fillna(MISSING))
 
 
 def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
+    """Ours beside the page's, then what others printed; `frame` as `places` gives it."""
     elsewhere = (frame["status"] == PUBLISHED_ONLY) & (frame["source"] != published.PAGE)
-    beside, rest = frame.loc[~elsewhere], frame.loc[elsewhere].assign(all="value")
-    where = [("method", "method"), ("device", "device"), ("source", "source")]
+    beside, rest = _with_standing(frame.loc[~elsewhere]), frame.loc[elsewhere].assign(all="value")
+    names = [("method", "method"), ("where", "where"), ("standing", "status")]
     sections = []
     for quantity in ("decode_speedup", "ar_ms_per_token", "identical_share"):
         own = beside.loc[beside["quantity"] == quantity]
         columns = [*BENCHMARK_ORDER, *([""] if (own["benchmark"] == "").any() else [])]
-        sections.append(pivot(own, label(quantity), where, "benchmark", columns, _with_status))
-    names = [
-        (key, key) for key in ("method", "benchmark", "setting", "quantity", "device", "source")
-    ]
+        sections.append(pivot(own, titled(own), names, "benchmark", columns))
+    names = [(key, key) for key in ("method", "benchmark", "setting", "quantity", "where")]
     return (*sections, pivot(rest, "published only", names, "all", ("value",)))
 
 
@@ -85,10 +86,11 @@ def beside_paper_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) ->
             *published.sparrow_rows(ITEM),
         ]
     )
+    lettered, where = places(frame)
     caption = (
         "Ours beside the published numbers. Status: measured (this run), stored (tracked "
         "records), missing (nothing decoded), published only (a method we did not run), not "
         "comparable (another target or hardware), comparable. Parentheses: n clips. "
-        + boot.caption()
+        f"{boot.caption()} {where}"
     )
-    return Table(ITEM, "T9 Ours beside the paper", caption, frame, _sections(frame))
+    return Table(ITEM, "T9 Ours beside the paper", caption, frame, _sections(lettered))

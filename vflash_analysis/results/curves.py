@@ -73,7 +73,8 @@ def training_frame(records: Records) -> pd.DataFrame:
 
     Of each arm's final drafters, on validation clips where they were logged
     (setting "validation"), else on the training batches. The value is the mean over training
-    seeds, low and high are the smallest and largest seed, `n` the seeds.
+    seeds, low and high are the smallest and largest seed, `n` the seeds; the device cell names all
+    that trained.
     """
     item = "F5_training"
     facts = final_drafters(records)
@@ -81,8 +82,9 @@ def training_frame(records: Records) -> pd.DataFrame:
     logs = records.training.loc[records.training["setting"] == ""] if held_out.empty else held_out
     logs = logs.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256", how="inner")
     rows: list[Row] = []
-    for (device, arm, step), own in grouped(logs, ["device", "arm", "step"]):
-        origin = Origin(item, str(device), records.status, records.source)
+    devices = "; ".join(sorted(set(logs["device"])))
+    origin = Origin(item, devices, records.status, records.source)
+    for (arm, step), own in grouped(logs, ["arm", "step"]):
         row = partial(origin.row, objective=str(arm))
         for quantity in ("loss_mask", "loss_flow"):
             rows += _seed_span(row, quantity, "nats", own[quantity], setting_text(step=step))

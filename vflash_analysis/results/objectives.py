@@ -18,17 +18,24 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import difference_of_ratios, grouped
+from vflash_analysis.paths import TRACKED_FIGURES, TRACKED_RECORDS
+from vflash_analysis.records import ANCHORS
 from vflash_analysis.results.sources import DecodeGroup, Records, decode_groups, drafter_facts
 from vflash_analysis.results.tidy import (
     ARM_ORDER,
+    KEYS,
+    MEASURED,
+    MISSING,
+    STORED,
     Origin,
+    checked,
     in_order,
-    label,
     parse_setting,
+    read_tidy_csv,
     setting_text,
     tidy,
 )
-from vflash_analysis.results.write import Section, Table, cell_text, pivot
+from vflash_analysis.results.write import Section, Table, cell_text, pivot, titled
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, t_interval
 
 FLOW_ARM = "self_reveal"
@@ -97,12 +104,11 @@ def _difference_rows(
         for (seed,), own in grouped(parts, ["train_seed"])
     ]
     value = boot.seeds_and_videos(parts, difference_of_ratios)
-    by_seed = t_interval([difference for _, difference in per_seed])
     n = int(parts["p1"].gt(0).sum())
-    rows = [
-        row("paired_difference", value, "tokens", n, setting=setting),
-        row("paired_difference_t", by_seed, "tokens", setting=setting),
-    ]
+    rows = [row("paired_difference", value, "tokens", n, setting=setting)]
+    if len(seeds) > 1:
+        by_seed = t_interval([difference for _, difference in per_seed])
+        rows.append(row("paired_difference_t", by_seed, "tokens", setting=setting))
     for seed, difference in per_seed:
         rows.append(
             row("paired_difference", difference, "tokens", setting=f"{setting};seed={seed}")
@@ -177,32 +183,37 @@ def _decoded_cells(
 
 
 def _compute_rows(item: str, records: Records, facts: pd.DataFrame) -> list[Row]:
-    """Forward-equivalents and seconds of every arm, data size and budget (mean over seeds)."""
+    """Cost of every arm, data size and budget, and what became of revealed slots at its end.
+
+    Forward-equivalents are the mean over seeds. Seconds are of drafters that decode alone: those of
+    an ablation may have been trained side by side.
+    """
     rows: list[Row] = []
-    keys = ["training_clips", "steps", "arm"]
     origin = Origin(item, "", records.status, records.source)
+    keys = ["training_clips", "steps", "arm"]
+    logs = records.training.loc[records.training["setting"] == ""]
+    logs = logs.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256", how="inner")
+    last = logs.sort_values("step").groupby("drafter_sha256", observed=True, as_index=False).last()
+    decode = last["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))
     for (clips, steps, arm), own in grouped(facts, keys):
-        compute = float(own["forward_equivalents"].mean())
         setting = setting_text(clips=clips, steps=steps)
         row = partial(origin.row, objective=str(arm), setting=setting)
+        compute = float(own["forward_equivalents"].mean())
         rows.append(row("forward_equivalents", compute, "forwards", len(own)))
-    timed = records.training.loc[records.training["setting"] == ""]
-    timed = timed.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256", how="inner")
-    for (device, clips, steps, arm), own in grouped(timed, ["device", *keys]):
-        origin = Origin(item, str(device), records.status, records.source)
-        row = partial(
-            origin.row, objective=str(arm), setting=setting_text(clips=clips, steps=steps)
-        )
-        last = own.sort_values("step").groupby("drafter_sha256", observed=True).last()
-        seconds = last["seconds"].astype(float).dropna()
-        if len(seconds):
-            rows.append(row("train_s", float(seconds.mean()), "s", len(seconds)))
+        ended = last.loc[last["drafter_sha256"].isin(set(own["drafter_sha256"]))]
         for share, count in (("wrong_corrected", "n_wrong"), ("right_kept", "n_right")):
-            weights = last[count].astype("Float64").fillna(0).to_numpy(dtype=float)
-            values = last[share].astype(float).fillna(0).to_numpy()
+            weights = ended[count].astype("Float64").fillna(0).to_numpy(dtype=float)
+            values = ended[share].astype(float).fillna(0).to_numpy()
             if weights.sum() > 0:
                 mean = float(np.average(values, weights=weights))
                 rows.append(row(share, mean, "share", int(weights.sum())))
+    for (device, clips, steps, arm), own in grouped(last.loc[decode], ["device", *keys]):
+        seconds = own["seconds"].astype(float).dropna()
+        if len(seconds):
+            setting = setting_text(clips=clips, steps=steps)
+            own_origin = Origin(item, str(device), records.status, records.source)
+            row = partial(own_origin.row, objective=str(arm), setting=setting)
+            rows.append(row("train_s", float(seconds.mean()), "s", len(seconds)))
     return rows
 
 
@@ -251,18 +262,40 @@ def objectives_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
     return rows
 
 
+def stored_rows(item: str, records: Records, found: pd.DataFrame) -> pd.DataFrame:
+    """The tracked table's rows that a run of the same target did not compute, marked as stored."""
+    path, drawn = TRACKED_RECORDS / f"{ANCHORS.name}.parquet", TRACKED_FIGURES / f"{item}.csv"
+    if records.status != MEASURED or not (path.is_file() and drawn.is_file()):
+        return found.iloc[:0]
+    tracked = set(pd.read_parquet(path, columns=["target_sha256"])["target_sha256"])
+    if set(records.anchors["target_sha256"]) != tracked:
+        return found.iloc[:0]
+    stored = read_tidy_csv(drawn)
+    known = pd.MultiIndex.from_frame(found[list(KEYS)])
+    new = ~pd.MultiIndex.from_frame(stored[list(KEYS)]).isin(known)
+    return stored.loc[new & (stored["status"] != MISSING)]
+
+
 def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
-    """T3: all arms against compute: accepted length at anchors and decoded, paired differences."""
+    """T3: all arms against compute: accepted length at anchors and decoded, paired differences.
+
+    A run's own rows come first; what it did not compute is taken from the tracked table.
+    """
     item = "T3_objectives"
-    frame = tidy(objectives_rows(item, records, boot))
+    own = tidy(objectives_rows(item, records, boot))
+    stored = stored_rows(item, records, own)
+    frame = checked(pd.concat([own, stored], ignore_index=True)) if len(stored) else own
+    told = ["Accepted length of every training arm by data size and budget"]
+    told += ["at every anchor of fixed AR texts (n: anchors over all training seeds)"]
+    if (frame["quantity"] == "accepted_length").any():
+        told[-1] += ", and tau of the decoded chain (n: decodes) on the device named in its row"
     caption = (
-        "Accepted length of every training arm by data size and budget, first at every anchor of "
-        "fixed AR texts (n: anchors over all training seeds), then of the decoded chain (n: "
-        "decodes). Differences are self reveal minus the named arm on the same anchors, seeds "
-        f"and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
+        f"{', '.join(told)}. Differences are self reveal minus the named arm on the same anchors, "
+        f"seeds and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
         "seed-paired means (n: seeds). Plateau: mean of the last two budgets, where the last "
-        "doubling gained at most 2 %, else missing (n: budgets). Decoded on the device named in the row; anchor values do "
-        "not depend on one."
+        "doubling gained at most 2 %, else missing (n: budgets). Anchor values do not depend on a "
+        "device; training seconds are of the drafters that decode."
+        + (" Stored: from the tracked records, not of this run." if len(stored) else "")
     )
     return Table(item, "T3 Training objectives against compute", caption, frame, _sections(frame))
 
@@ -272,20 +305,34 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     pooled = frame.loc[["seed" not in key for key in keys]]
     pooled = pooled.assign(minus=[parse_setting(t).get("minus", "") for t in pooled["setting"]])
     pooled["cell"] = [t.split(";minus=")[0] for t in pooled["setting"]]
+    mixed = set(pooled["status"]) > {STORED}
+
+    def cell(row: pd.Series) -> str:
+        return cell_text(row) + (", stored" if mixed and row["status"] == STORED else "")
+
     sections = []
     quantities = ("anchor_accepted_length", "plateau", "accepted_length", "masked_slot_accuracy",
                   "wrong_corrected", "right_kept", "forward_equivalents", "train_s")  # fmt: skip
     for quantity in quantities:
         own = pooled.loc[pooled["quantity"] == quantity]
-        if not own.empty:
-            arms = in_order(own["objective"], ARM_ORDER)
-            names = [("cell", "setting"), ("device", "device")]
-            sections.append(pivot(own, label(quantity), names, "objective", arms, cell_text))
+        if own.empty:
+            continue
+        arms = in_order(own["objective"], ARM_ORDER)
+        sections.append(_section(own, titled(own), "objective", arms, cell))
     for quantity in ("paired_difference", "paired_difference_t"):
         own = pooled.loc[pooled["quantity"] == quantity]
-        if not own.empty:
-            arms = in_order(own["minus"], ARM_ORDER)
-            names = [("cell", "setting"), ("method", "method"), ("device", "device")]
-            title = f"{label(quantity)}: self reveal minus"
-            sections.append(pivot(own, title, names, "minus", arms, cell_text))
+        if own.empty:
+            continue
+        arms = in_order(own["minus"], ARM_ORDER)
+        title = f"{titled(own)}: self reveal minus"
+        sections.append(_section(own, title, "minus", arms, cell))
     return tuple(sections)
+
+
+def _section(
+    own: pd.DataFrame, title: str, column: str, arms: list[str], cell: Callable[[pd.Series], str]
+) -> Section:
+    """Settings down, arms across; method and device only where some row has one."""
+    names = [("cell", "setting")]
+    names += [(key, key) for key in ("method", "device") if (own[key] != "").any()]
+    return pivot(own, title, names, column, arms, cell)

@@ -7,6 +7,7 @@ records go to `figures/latest`. Notebooks call `make_table` and `make_figure` fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -49,10 +50,14 @@ FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
 
 
 def make_table(stem: str, records: Records, boot: Bootstrap) -> Table:
-    """One table."""
+    """One table; what a run lacks is named in its caption."""
     if stem not in TABLES:
         raise InputError(f"table '{stem}', allowed are {list(TABLES)}")
-    return TABLES[stem](records, boot)
+    table = TABLES[stem](records, boot)
+    if not records.lacking:
+        return table
+    told = f"{table.caption} Not in it, as not done: {', '.join(records.lacking)}."
+    return replace(table, caption=told)
 
 
 def make_figure(

@@ -18,6 +18,7 @@ from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
     CYCLES,
+    DONE_NAME,
     GENERATIONS,
     TRAINING,
     Schema,
@@ -31,7 +32,10 @@ TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
 
 @dataclass(frozen=True)
 class Records:
-    """The record frames of one place (an absent table is an empty frame) and their standing."""
+    """The record frames of one place (an absent table is an empty frame) and their standing.
+
+    `lacking` names the shards of the run whose records are not there.
+    """
 
     generations: pd.DataFrame
     cycles: pd.DataFrame
@@ -39,13 +43,25 @@ class Records:
     training: pd.DataFrame
     status: str
     source: str
+    lacking: tuple[str, ...] = ()
 
 
 def _read_all(folders: Sequence[Path], schema: Schema) -> pd.DataFrame:
     paths = [folder / f"{schema.name}.parquet" for folder in folders]
-    frames = [read_records(path, schema) for path in paths if path.is_file()]
+    frames = [_read(path, schema) for path in paths if path.is_file()]
     frames = [frame for frame in frames if not frame.empty]
     return pd.concat(frames, ignore_index=True) if frames else empty_records(schema)
+
+
+def _read(path: Path, schema: Schema) -> pd.DataFrame:
+    """A table's records; of a run's damaged file the error also says how to make it anew."""
+    try:
+        return read_records(path, schema)
+    except InputError as error:
+        if not (path.parent / DONE_NAME).is_file():
+            raise
+        place = relative_to_root(path.parent)
+        raise InputError(f"{error}; remove {place} and run again to make it anew") from None
 
 
 def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
@@ -94,7 +110,9 @@ def records_from_frames(
         raise InputError(f"records: unknown tables {unknown}, allowed are {list(names)}")
     full = {name: frames.get(name, empty_records(schema)) for name, schema in names.items()}
     _refuse_decoded_twice(full["generations"])
-    return Records(**full, status=status, source=source)
+    return Records(
+        full["generations"], full["cycles"], full["anchors"], full["training"], status, source
+    )
 
 
 def arm_names(facts: pd.DataFrame) -> list[str]:

@@ -33,10 +33,9 @@ from vflash_analysis.results.tidy import (
     MISSING,
     Origin,
     in_order,
-    label,
     tidy,
 )
-from vflash_analysis.results.write import Section, Table, cell_text, pivot
+from vflash_analysis.results.write import Section, Table, cell_text, pivot, places, titled
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 VFLASH_METHODS = ("chain", "tree60")
@@ -195,7 +194,7 @@ def _planned(frame: pd.DataFrame) -> dict[tuple[str, str], float]:
 
 
 def benchmark_grids(frame: pd.DataFrame, quantities: Sequence[str]) -> tuple[Section, ...]:
-    """One section per quantity: methods down, benchmarks across."""
+    """One section per quantity: methods down, benchmarks across; `frame` as `places` gives it."""
     planned = _planned(frame)
 
     def cell(row: pd.Series) -> str:
@@ -203,12 +202,12 @@ def benchmark_grids(frame: pd.DataFrame, quantities: Sequence[str]) -> tuple[Sec
 
     rows = [("method", "method"), ("objective", "objective"), ("setting", "setting")]
     rows = [pair for pair in rows if (frame[pair[0]] != "").any()]
-    rows += [("device", "device"), ("source", "source")]
+    rows += [("where", "where")]
     sections = []
     for quantity in quantities:
         own = frame.loc[frame["quantity"] == quantity]
         if not own.empty:
-            sections.append(pivot(own, label(quantity), rows, "benchmark", BENCHMARK_ORDER, cell))
+            sections.append(pivot(own, titled(own), rows, "benchmark", BENCHMARK_ORDER, cell))
     return tuple(sections)
 
 
@@ -217,11 +216,12 @@ def speedup_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Tabl
     rows = speedup_rows("T1_speedup", records, boot, VFLASH_METHODS, MAIN_ARMS)
     rows += published.speedup_rows("T1_speedup", is_comparable(records))
     frame = tidy(rows)
+    lettered, where = places(frame)
     caption = (
         "Speed-up of decoding over autoregressive decoding on the same clips; macro is the "
         "unweighted mean over the five suites. Parentheses: clips measured, of those any method tried. "
         f"{boot.caption()} Published rows are other targets or hardware unless marked comparable "
-        "in the CSV; AR time per token stands beside every speed-up."
+        "in the CSV; AR time per token stands beside every speed-up. " + where
     )
     quantities = (
         "decode_speedup", "ar_ms_per_token", "ms_per_token", "ar_vs_generate",
@@ -229,7 +229,7 @@ def speedup_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Tabl
         "decode_speedup_per_clip", "draft_ms", "verify_ms", "other_share",
     )  # fmt: skip
     title = "T1 Decoding speed-up over autoregressive decoding"
-    return Table("T1_speedup", title, caption, frame, benchmark_grids(frame, quantities))
+    return Table("T1_speedup", title, caption, frame, benchmark_grids(lettered, quantities))
 
 
 def accepted_length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
@@ -258,16 +258,17 @@ def accepted_length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP)
             rows.append(origin.row("planned_clips", n_planned, "clips", benchmark=name))
     rows += _absent_rows(item, records, "accepted_length", "tokens", rows, VFLASH_METHODS)
     frame = tidy(rows)
+    lettered, where = places(frame)
     caption = (
         "Tokens committed per verify call, the target's own token included (accepted drafts: "
         "without it). Parentheses: clips measured, of those any method tried; training seeds pooled. "
-        + boot.caption()
+        f"{boot.caption()} {where}"
     )
     quantities = (
         "accepted_length", "accepted_length_uncensored", "accepted_length_per_clip",
         "accepted_drafts", "cap_share",
     )  # fmt: skip
-    return Table(item, "T2 Accepted length", caption, frame, benchmark_grids(frame, quantities))
+    return Table(item, "T2 Accepted length", caption, frame, benchmark_grids(lettered, quantities))
 
 
 def _divergence_rows(row: Callable[..., Row], own: pd.DataFrame) -> list[Row]:
@@ -311,19 +312,22 @@ def lossless_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Tab
             rows += _divergence_rows(row, own)
     rows += _absent_rows(item, records, "identical_share", "share", rows, VFLASH_METHODS)
     frame = tidy(rows)
+    lettered, where = places(frame)
     caption = (
         "Share of texts whose token ids equal plain greedy decoding's. A text that differs is a "
         "near tie (its logit gap is within the change between 1-row and block-row passes) or a "
         "logic error. Gap: largest [smallest, largest]; first divergence: median token [range]. "
-        "n: texts; shares: n clips. " + boot.caption()
+        f"n: texts; shares: n clips. {boot.caption()} {where}"
     )
-    share = benchmark_grids(frame.loc[frame["quantity"] == "identical_share"], ["identical_share"])
-    counts = frame.loc[frame["quantity"] != "identical_share"]
+    share = benchmark_grids(
+        lettered.loc[lettered["quantity"] == "identical_share"], ["identical_share"]
+    )
+    counts = lettered.loc[lettered["quantity"] != "identical_share"]
     what = pivot(
         counts,
         "what differs",
         [("method", "method"), ("objective", "objective"), ("setting", "setting"),
-         ("device", "device")],
+         ("where", "where")],
         "quantity",
         ("texts_compared", "near_tie", "logic_error", "unexplained", "divergence_gap",
          "first_divergence"),

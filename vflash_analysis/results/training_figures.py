@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,9 +27,16 @@ from vflash_analysis.results.style import (
     spread,
     styled,
 )
-from vflash_analysis.results.tidy import ARM_ORDER, MISSING, checked, in_order, label, parse_setting
-
-_DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
+from vflash_analysis.results.tidy import (
+    ARM_ORDER,
+    MEASURED,
+    MISSING,
+    STORED,
+    checked,
+    in_order,
+    label,
+    parse_setting,
+)
 
 
 def _label_ends(axis: Axes, ends: dict[str, tuple[float, float]], gap: float, right: float) -> None:
@@ -65,16 +71,13 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     frame = checked(frame)
     keyed = _with_keys(frame, "step", "slot")
     shown = in_order(frame["objective"], ARM_ORDER) if arms is None else list(arms)
-    devices = list(dict.fromkeys(frame["device"]))
     figure, axes = new_figure(11, 6.7, 2, 3, sharex=True)
     panels = [("loss_mask", "", "loss from all masks (nats)")]
     panels += [("slot_accuracy", str(slot), f"accuracy at slot {slot}") for slot in TRAINING_SLOTS]
     for axis, (quantity, slot, words) in zip(axes.flat, panels, strict=True):
         rows = keyed.loc[(keyed["quantity"] == quantity) & (keyed["slot"] == slot)]
         for arm in shown:
-            for device, dash in zip(devices, _DASHES * len(devices), strict=False):
-                own = rows.loc[(rows["objective"] == arm) & (rows["device"] == device)]
-                _draw_steps(axis, own, colour(arm), dash)
+            _draw_steps(axis, rows.loc[rows["objective"] == arm], colour(arm))
         if rows.empty:
             no_data(axis)
         axis.set_title(words)
@@ -83,7 +86,7 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     for axis in axes[-1]:
         axis.set_xlabel("training step")
     caption = (
-        f"Trained on {devices_text(frame)}{' (solid, dashed, dotted)' if len(devices) > 1 else ''}. "
+        f"Trained on {devices_text(frame)}. "
         f"Lines: mean over training seeds (n = {span_text(frame['n'])}); bands: smallest and largest "
         "seed. The data size and budget of the drafters that decode, all scored from the all-mask state, the one "
         "that is deployed."
@@ -93,12 +96,12 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     return figure, frame
 
 
-def _draw_steps(axis: Axes, rows: pd.DataFrame, tone: str, dash: Any) -> None:
+def _draw_steps(axis: Axes, rows: pd.DataFrame, tone: str) -> None:
     rows = rows.assign(x=rows["step"].astype(int)).sort_values("x")
     x, value, low, high = (rows[n].to_numpy(dtype=float) for n in ("x", "value", "low", "high"))
     axis.fill_between(x, low, high, color=tone, alpha=0.14, linewidth=0)
     # a single logged step is a point; a line of one point would not show
-    axis.plot(x, value, color=tone, linestyle=dash, linewidth=1.5, marker="" if len(x) > 1 else "o")
+    axis.plot(x, value, color=tone, linewidth=1.5, marker="" if len(x) > 1 else "o")
 
 
 # ---- T3's figure ------------------------------------------------------------------------------
@@ -127,6 +130,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     keyed = _with_keys(frame, "clips", "steps", "split", *asides)
     keyed = keyed.loc[(keyed[list(asides)] == "").all(axis=1)]
     compute = _compute_of(keyed)
+    mixed = set(frame["status"]) >= {MEASURED, STORED}
     wanted = [quantity for quantity, _ in _LENGTHS]
     lengths = keyed.loc[keyed["quantity"].isin(wanted) & (keyed["status"] != MISSING)]
     lines = [
@@ -146,7 +150,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
             & (lengths["split"] == split)
         ]
         all_ends = [
-            _draw_compute_lines(axis, row.loc[row["clips"] == size], compute, arms)
+            _draw_compute_lines(axis, row.loc[row["clips"] == size], compute, arms, mixed)
             for axis, size in zip(axes[line], sizes, strict=True)
         ]
         for axis, ends in zip(axes[line], all_ends, strict=True):
@@ -168,6 +172,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
         "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
         f"gained at most 2 %). Decoded on {devices_text(lengths)}."
+        + (" Hollow: stored, from the tracked records." if mixed else "")
         + (f" No data: {'; '.join(absent)}." if absent else "")
     )
     finish(figure, "Training objectives against compute", caption)
@@ -184,8 +189,9 @@ def _draw_compute_lines(
     rows: pd.DataFrame,
     compute: dict[tuple[str, str, str], float],
     arms: Sequence[str],
+    mixed: bool,
 ) -> dict[str, tuple[float, float]]:
-    """Draws one line per arm and returns where each ends."""
+    """Draws one line per arm and returns where each ends; `mixed`: stored points are hollow."""
     ends: dict[str, tuple[float, float]] = {}
     edge = 1.6 * max(compute.values(), default=1.0)
     keys = zip(rows["objective"], rows["clips"], rows["steps"], strict=True)
@@ -201,9 +207,15 @@ def _draw_compute_lines(
         value, low, high = (own[name].to_numpy(dtype=float) for name in ("value", "low", "high"))
         tone, front = colour(arm), 4 if arm == FLOW_ARM else 3
         axis.errorbar(
-            at, value, yerr=error_bar(value, low, high), color=tone,
-            marker=marker(arm), elinewidth=0.9, linewidth=1.6, zorder=front,
+            at, value, yerr=error_bar(value, low, high), color=tone, elinewidth=0.9,
+            linewidth=1.6, zorder=front,
         )  # fmt: skip
+        for status, inside in ((STORED, "white" if mixed else tone), (MEASURED, tone)):
+            there = own["status"].to_numpy() == status
+            axis.plot(
+                at[there], value[there], linestyle="", marker=marker(arm), color=tone,
+                markerfacecolor=inside, zorder=front + 0.5,
+            )  # fmt: skip
         level = plateau(value.tolist())
         ends[arm] = (float(at[-1]), float(value[-1]))
         if level is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def cell_text(row: pd.Series, planned: float | None = None) -> str:
     """Value, interval and n (with the number planned, where known) of one tidy row."""
     unit = str(row["unit"])
     text = value_text(float(row["value"]), unit)
-    ends = [value_text(float(row[end]), unit).rstrip("×") for end in ("low", "high")]
+    ends = [value_text(float(row[end]), unit).rstrip("× %") for end in ("low", "high")]
     if NO_VALUE not in ends:
         span = f"[{ends[0]}, {ends[1]}]"
         text = f"{text} {span}" if text != NO_VALUE else f"{ends[0]} to {ends[1]}"
@@ -69,6 +70,25 @@ def cell_text(row: pd.Series, planned: float | None = None) -> str:
         return text
     n = f"n {int(row['n'])}" if planned is None else f"{int(row['n'])}/{planned:.0f}"
     return f"{text} ({n})"
+
+
+def places(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """A letter for each device and source, so that a grid stays narrow.
+
+    Returns:
+        The frame with the column `where`, "" for rows without a device, and the sentence for the
+        caption that says what the letters stand for.
+    """
+    pairs = list(zip(frame["device"], frame["source"], strict=True))
+    letters = dict(zip(dict.fromkeys(p for p in pairs if p[0]), string.ascii_uppercase))  # noqa: B905
+    told = "; ".join(f"{letter}: {', '.join(pair)}" for pair, letter in letters.items())
+    return frame.assign(where=[letters.get(p, "") for p in pairs]), f"Where: {told}."
+
+
+def titled(rows: pd.DataFrame) -> str:
+    """A section's title: the words for its rows' quantity, and the unit that no cell shows."""
+    quantity, unit = str(rows["quantity"].iloc[0]), str(rows["unit"].iloc[0])
+    return label(quantity) + (f" ({unit})" if unit in ("ms", "s", "tokens") else "")
 
 
 def pivot(
