@@ -65,7 +65,7 @@ check: $(FULL)
 
 lab: $(FULL)
 	$(BIN)/nbstripout --install --attributes .git/info/attributes
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/jupyter lab notebooks/00_check_environment.ipynb
 
 figures: $(BASE)
 	$(BIN)/vflash figures
