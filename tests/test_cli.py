@@ -165,7 +165,8 @@ def synthetic(tmp_path_factory):
 def tracked(synthetic, tmp_path, monkeypatch):
     """The synthetic records stand in for the tracked ones, figures go to a folder of the test."""
     monkeypatch.setattr("vflash_analysis.results.sources.TRACKED_RECORDS", synthetic)
-    monkeypatch.setattr("vflash_analysis.results.report.FIGURES", tmp_path / "figures")
+    for name in ("FIGURES", "TRACKED_FIGURES"):
+        monkeypatch.setattr(f"vflash_analysis.results.report.{name}", tmp_path / "figures")
     return tmp_path / "figures"
 
 
@@ -259,24 +260,37 @@ def test_the_training_log_stays_whole_for_drafters_that_decode_only():
     assert kept.index.tolist() == [0, 1, 3, 4]
 
 
-def test_figures_and_tables_name_the_shards_they_lack(synthetic, tmp_path, monkeypatch):
-    outputs = ("generations.parquet",)
-    shards = [
-        SimpleNamespace(name="clips", outputs=("clips.csv",), done=True, folder=None),
-        SimpleNamespace(name="decode-VDC-0", outputs=outputs, done=True, folder=synthetic),
-        SimpleNamespace(name="decode-VDC-1", outputs=outputs, done=False, folder=None),
-    ]
+def test_figures_and_tables_name_what_they_lack_and_what_they_reused(
+    synthetic, tmp_path, monkeypatch
+):
+    def shard(name, output="generations.parquet", done=True, stale=False):
+        told = {"outputs": (output,), "done": done, "stale": stale, "folder": synthetic}
+        return SimpleNamespace(name=name, **told)
+
+    shards = [shard("clips", "clips.csv", done=False), shard("decode-VDC-0", stale=True)]
+    shards += [shard(f"decode-VDC-{seed}", done=False) for seed in range(1, 5)]
     monkeypatch.setattr(stages, "plan", lambda *options: shards)
     monkeypatch.setattr("vflash_analysis.results.report.FIGURES", tmp_path)
     monkeypatch.setattr("vflash_analysis.results.report.FIGURE_OF_TABLE", {})
     monkeypatch.setattr("vflash_analysis.results.report.FIGURE_OF_FRAME", {})
     code, output = call("figures", "--profile", "smoke")
-    assert code == 1 and "not in it, as not done: decode-VDC-1; vflash status says why" in output
+    lacking = "as not done: decode-VDC-1, decode-VDC-2, decode-VDC-3 and 1 more"
+    assert code == 1 and f"not in it, {lacking}; vflash status says why" in output
     told = (tmp_path / "latest" / "T1_speedup.md").read_text()
-    assert "Not in it, as not done: decode-VDC-1." in told
-    shards.pop()
+    assert f"Not in it, {lacking}." in told
+    assert "Reused though their code or inputs have changed: decode-VDC-0." in told
+    code, output = call("report", "--profile", "smoke", "--table", "T4_lossless")
+    assert code == 1 and "T4 Losslessness" in output and lacking in output
+    del shards[2:]
     code, output = call("figures", "--profile", "smoke")
     assert code == 0 and "not in it" not in output
+
+
+@pytest.mark.parametrize("option", ["--ablation", "--all", "--keep-stale"])
+def test_options_of_a_run_need_a_profile(tracked, option):
+    with pytest.raises(InputError, match="--ablation.*: allowed with --profile only"):
+        call("figures", option)
+    assert not tracked.exists()
 
 
 def test_publish_tracks_the_drafters_of_the_first_training_seed(tmp_path, monkeypatch):

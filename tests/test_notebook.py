@@ -157,7 +157,7 @@ def test_a_parameter_that_papermill_was_given_and_no_notebook_takes_is_refused(m
     assert str(refusal.value) == (
         "10_prepare_clips.ipynb: unknown parameter profil, allowed: profile, overrides"
     )
-    cells[-1] = cells[-1].replace("profil =", "overrides =")
+    cells.append(cells[-1].replace("profil =", "overrides ="))  # mended and run again
     assert open_stage("clips", "smoke").shard.name == "clips"
 
 

@@ -227,3 +227,17 @@ def test_the_same_result_from_any_working_directory(tmp_path):
         lists = {k: v["sha256"] for k, v in outputs.items() if k.endswith(".jsonl")}
         told.append((done.parent.name, lists))
     assert told[0] == told[1] == told[2] and len(told[0][1]) >= 3
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
+def test_a_page_names_every_notebook_it_needs(stage):
+    (needs,) = re.findall(r"^\| needs \|(.*)\|$", page(stage.notebook), re.MULTILINE)
+    # the clips of a target come with its evaluation, so what a needed page itself needs may be left out
+    wanted = {STAGES[name].notebook for name in stage.needs}
+    spared = {STAGES[n].notebook for name in stage.needs for n in STAGES[name].needs}
+    assert wanted - spared <= set(re.findall(r"\]\((.*?)\)", needs))
+
+
+def page(notebook: str) -> str:
+    """The first cell, a notebook's own description."""
+    return "".join(json.loads((paths.NOTEBOOKS / notebook).read_text())["cells"][0]["source"])

@@ -190,20 +190,24 @@ def _records(
     from vflash_analysis.results.sources import load_records
 
     if profile is None:
+        if overrides or ablation or all_clips or keep_stale:
+            raise InputError(
+                "--set, --ablation, --all, --keep-stale: allowed with --profile only; the tracked "
+                "records are drawn as they are"
+            )
         return load_records()
     return records_of(stages.plan(profile, overrides, ablation, all_clips, keep_stale))
 
 
 def _name_lacking(found: Any) -> int:
     """Say which shards of a run its records lack; returns the exit code, 0 where none is."""
-    names = found.lacking
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        print(
-            f"not in it, as not done: {', '.join(names[:3])}{more}; vflash status says why",
-            file=sys.stderr,
-        )
-    return 1 if names else 0
+    from vflash_analysis.results.report import some_names
+
+    if not found.lacking:
+        return 0
+    names = some_names(found.lacking)
+    print(f"not in it, as not done: {names}; vflash status says why", file=sys.stderr)
+    return 1
 
 
 RecordsOption = Annotated[
@@ -274,6 +278,7 @@ def report(
             [dict(zip(section.header, row, strict=True)) for row in section.body], section.header
         )
     _say({"table": made.stem, "rows": json.loads(made.frame.to_json(orient="records"))}, as_json)
+    raise typer.Exit(_name_lacking(found))
 
 
 @app.command()

@@ -21,6 +21,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.strict import Bounds, apply_overrides, build, read_yaml, shown
 
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
+TRACKED_PROFILE = "pocket"  # whose records, drafters and figures are tracked
 
 Objective = Literal["self_reveal", "mask_only", "true_reveal", "wrong_reveal"]
 

@@ -212,20 +212,17 @@ def _on_tracked_records(shard: Shard) -> Shard:
 
 
 def _refuse_unknown_parameters(stage: stages.Stage) -> None:
-    """Refuse names in a cell of parameters that papermill wrote: it only warns of unknown ones."""
+    """Refuse names in the cell of parameters that papermill wrote: it only warns of unknown ones."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     cells = shell.user_ns.get("In", []) if shell else []
+    written = [cell for cell in cells if cell.startswith(INJECTED)]
+    given = ast.parse(written[-1]).body if written else []  # the last one run counts
     allowed = ["profile", "overrides", *stage.takes, *stage.by_hand]
-    for cell in cells:
-        if cell.startswith(INJECTED):
-            given = [
-                ast.unparse(a.targets[0]) for a in ast.parse(cell).body if isinstance(a, ast.Assign)
-            ]
-            unknown = [name for name in given if name not in allowed]
-            if unknown:
-                raise InputError(
-                    f"{stage.notebook}: unknown parameter {unknown[0]}, allowed: {', '.join(allowed)}"
-                )
+    for name in [ast.unparse(one.targets[0]) for one in given if isinstance(one, ast.Assign)]:
+        if name not in allowed:
+            raise InputError(
+                f"{stage.notebook}: unknown parameter {name}, allowed: {', '.join(allowed)}"
+            )
 
 
 def open_stage(

@@ -38,7 +38,7 @@ LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 
 
 def records_of(shards: Sequence[Shard]) -> Records:
-    """Records of the finished shards of a plan; those that are not done are named in `lacking`.
+    """Records of the finished shards of a plan, which also name the others and the stale ones.
 
     Raises:
         InputError: no shard with records is done.
@@ -48,8 +48,11 @@ def records_of(shards: Sequence[Shard]) -> Records:
     done = [shard for shard in holding if shard.done]
     if not done:
         raise InputError("records: no finished shard has any; vflash run makes them")
-    lacking = tuple(shard.name for shard in holding if shard not in done)
-    return replace(load_records([shard.folder for shard in done]), lacking=lacking)
+    return replace(
+        load_records([shard.folder for shard in done]),
+        lacking=tuple(shard.name for shard in holding if shard not in done),
+        stale=tuple(shard.name for shard in done if shard.stale),
+    )
 
 
 def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:

@@ -263,8 +263,9 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
             files.append(("training_list", config.data_folder() / profile.clips.training_list))
     if stage.name == "drafter" and profile.drafter.source:
         files.append(("drafter", paths.ROOT / profile.drafter.source))
-    if stage.name == "ablations" and paths.TRACKED_RECORDS.is_dir():
-        files.append(("tracked", paths.TRACKED_RECORDS))  # cells that the run does not compute
+    if stage.name == "ablations" and profile.name == config.TRACKED_PROFILE:
+        table = paths.TRACKED_FIGURES / "T3_objectives.csv"  # cells that the run does not compute
+        files += [("tracked", table)] if table.is_file() else []
     if stage.name in ("speedup", "beside_paper"):
         files.append(("published", paths.DATA / "published"))
     return files

@@ -242,11 +242,35 @@ def test_a_plateau_is_drawn_only_where_the_last_doubling_gained_nothing(arms):
         figure, _ = objectives_figure(frame)
         return sum(line.is_dashed() for axis in figure.axes for line in axis.lines)
 
-    lengths = arms["quantity"].str.endswith("accepted_length")
-    level = arms.assign(value=arms["value"].mask(lengths, 4.0))
-    assert dotted(level) == 2 * len(ARM_ORDER)
-    rising = arms["setting"].str.startswith("clips=100;steps=200")
-    assert dotted(level.assign(value=level["value"].mask(lengths & rising, 5.0))) == 0
+    levels = arms["quantity"] == "plateau"
+    assert levels.sum() == len(ARM_ORDER)
+    rising = arms.assign(
+        value=arms["value"].mask(levels), status=arms["status"].mask(levels, "missing")
+    )
+    assert dotted(rising) == 0
+    one = arms.loc[levels & (arms["objective"] == "mask_only")].index
+    flat = rising.copy()
+    flat.loc[one, ["value", "status"]] = [4.0, "measured"]
+    assert dotted(flat) == 1  # on the anchors' panel, not on the decoded chain's
+
+
+def test_the_caption_counts_the_training_seeds_of_a_point(arms):
+    def told(frame) -> str:
+        return objectives_figure(frame)[0].texts[-1].get_text().replace("\n", " ")
+
+    assert "training seeds (2 a point)" in told(arms)
+    fewer = (arms["objective"] == "true_reveal") & arms["setting"].str.contains("seed=2")
+    assert "training seeds (1 to 2 a point)" in told(arms.loc[~fewer])
+
+
+def test_a_method_that_was_decoded_has_its_bars(speed):
+    lookup = speed.loc[(speed["method"] == "chain") & (speed["source"] != "vflash_fm_page")]
+    lookup = lookup.assign(method="lookup", objective="")
+    lookup = lookup.drop_duplicates(["benchmark", "quantity", "setting"])
+    before, after = (speedup_figure(f)[0] for f in (speed, pd.concat([speed, lookup])))
+    assert len(bars(after.axes[0])) == len(bars(before.axes[0])) + 6
+    names = [text.get_text() for text in after.legends[0].get_texts()]
+    assert names[-3:] == ["chain, ours", "Tree-60, ours", "n-gram lookup, ours"]
 
 
 def test_an_absent_arm_is_named_in_the_caption(arms):

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.results.synthetic import drafter_columns, training_rows
+from tests.results.synthetic import drafter_columns, generation_row, records_of, training_rows
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, TRAINING, typed_frame, write_records
+from vflash_analysis.records import ANCHORS, TRAINING, typed_frame
 from vflash_analysis.results import objectives
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.objectives import anchors_with_arms, objectives_table
@@ -195,11 +195,9 @@ def test_t3_times_only_the_drafters_that_decode(records, boot):
 
 @pytest.fixture
 def tracked(known, tmp_path, monkeypatch):
-    """A tracked table of two seeds, and records of the target it is about."""
-    write_records(tmp_path / "anchors.parquet", known_anchors(), ANCHORS)
+    """A tracked table of two seeds of two arms."""
     stored = known.assign(status="stored", source="data/records/pocket")
     write_tidy_csv(tmp_path / "T3_objectives.csv", stored)
-    monkeypatch.setattr(objectives, "TRACKED_RECORDS", tmp_path)
     monkeypatch.setattr(objectives, "TRACKED_FIGURES", tmp_path)
     return known
 
@@ -207,7 +205,7 @@ def tracked(known, tmp_path, monkeypatch):
 def test_a_run_shows_stored_cells_where_it_computed_none(tracked):
     frame = known_anchors()
     own = frame.loc[(frame["objective"] == "mask_only") & (frame["train_seed"] == 1)]
-    table = objectives_table(anchors_only(own), FEW)
+    table = objectives_table(dataclasses.replace(anchors_only(own), as_tracked=True), FEW)
     lengths = table.frame.loc[table.frame["quantity"] == "anchor_accepted_length"]
     rows = lengths.set_index(["objective", "setting"])
     assert rows.loc[("mask_only", CELL), ["value", "status"]].tolist() == [4, "measured"]
@@ -223,13 +221,45 @@ def test_a_run_shows_stored_cells_where_it_computed_none(tracked):
     assert "Hollow: stored" in figure.texts[-1].get_text().replace("\n", " ")
 
 
-def test_stored_cells_are_of_the_same_target_and_never_beside_tracked_ones(tracked):
-    other = known_anchors().assign(target_sha256="b" * 64)
-    assert set(objectives_table(anchors_only(other), FEW).frame["status"]) == {"measured"}
+def test_stored_cells_stand_beside_no_run_of_other_settings(tracked):
     whole = anchors_only(known_anchors())
-    alone = dataclasses.replace(whole, status="stored")
-    assert len(objectives_table(alone, FEW).frame) == len(tracked)
+    assert not whole.as_tracked
     assert set(objectives_table(whole, FEW).frame["status"]) == {"measured"}
+    own = dataclasses.replace(whole, as_tracked=True)  # a run that has every cell
+    assert set(objectives_table(own, FEW).frame["status"]) == {"measured"}
+
+
+def test_a_table_of_stored_rows_alone_does_not_say_so_in_every_cell():
+    rising = known_anchors().assign(n_accepted=15)
+    rising = rising.assign(steps=200, drafter_sha256=rising["drafter_sha256"] + "-200")
+    both = anchors_only(pd.concat([known_anchors(), rising]))
+    table = objectives_table(dataclasses.replace(both, status="stored"), FEW)
+    assert set(table.frame["status"]) == {"stored", "missing"}  # missing: the plateaus
+    assert ", stored" not in markdown(table)
+
+
+def test_a_plateau_needs_a_doubling_of_the_budget():
+    far = known_anchors().assign(steps=400)
+    far = far.assign(drafter_sha256=far["drafter_sha256"] + "-400")
+    table = objectives_table(anchors_only(pd.concat([known_anchors(), far])), FEW)
+    assert "plateau" not in set(table.frame["quantity"])
+
+
+def test_arms_are_compared_without_the_seed_that_settings_were_chosen_on():
+    anchors = known_anchors()
+    chosen = anchors.loc[anchors["train_seed"] == 1, "drafter_sha256"].unique()
+    rows = [
+        generation_row("chain", "a", drafter_sha256=sha, objective=arm, train_seed=1, new_tokens=9,
+                       verify_calls=2, decode_s=0.1)
+        for sha, arm in zip(chosen, ("mask_only", "self_reveal"), strict=True)
+    ]  # fmt: skip
+    frame = objectives_table(records_of(pd.DataFrame(rows), anchors=anchors), FEW).frame
+    row = pick(frame, quantity="anchor_accepted_length", objective="mask_only", setting=CELL)
+    assert (row["value"], row["n"]) == (np.mean([4, 6]), 2)  # seed 2 alone
+    alone = anchors.loc[anchors["train_seed"] == 1]
+    frame = objectives_table(records_of(pd.DataFrame(rows), anchors=alone), FEW).frame
+    row = pick(frame, quantity="anchor_accepted_length", objective="mask_only", setting=CELL)
+    assert (row["value"], row["n"]) == (np.mean([3, 5]), 2)  # there is no other
 
 
 def test_common_random_numbers_make_the_paired_interval_narrow(records):

@@ -23,6 +23,7 @@ FIGURE_ITEMS = (*FIGURE_OF_TABLE, *FIGURE_OF_FRAME)
 @pytest.fixture
 def figures(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(report, "FIGURES", tmp_path)
+    monkeypatch.setattr(report, "TRACKED_FIGURES", tmp_path / "pocket")
     return tmp_path
 
 

@@ -1,6 +1,7 @@
 """Where records come from: tracked or a run's, complete runs only, nothing twice."""
 
 import dataclasses
+import json
 
 import pandas as pd
 import pytest
@@ -60,6 +61,34 @@ def test_a_damaged_file_of_a_run_says_how_to_make_it_anew(tmp_path):
     (tmp_path / "DONE").touch()  # a shard's folder
     with pytest.raises(InputError, match=r"; remove .* and run again to make it anew"):
         load_records([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("profile", "overrides", "expected"),
+    [
+        ("pocket", {}, True),
+        ("pocket", {"clips.clips_per_suite": 20}, True),
+        ("pocket", {"training.steps": 300}, False),
+        ("smoke", {}, False),
+    ],
+)
+def test_tracked_rows_may_stand_beside_a_run_of_the_tracked_settings_only(
+    tmp_path, monkeypatch, profile, overrides, expected
+):
+    write_records(tmp_path / "generations.parquet", [generation_row("ar", "a")], GENERATIONS)
+    assert not load_records([tmp_path]).as_tracked
+    told = {"profile": profile, "parameters": {"overrides": overrides}}
+    (tmp_path / "manifest.json").write_text(json.dumps(told))
+    assert load_records([tmp_path]).as_tracked is expected
+    monkeypatch.setattr(sources, "TRACKED_RECORDS", tmp_path)
+    assert not load_records().as_tracked
+
+
+def test_two_targets_or_templates_are_not_one_group():
+    took = {"new_tokens": 3, "verify_calls": 2, "decode_s": 0.1}
+    rows = [generation_row("ar", clip, template_sha256=clip, **took) for clip in ("t", "other")]
+    with pytest.raises(InputError, match=r"'template_sha256' has 2 values .*\['other', 't'\]"):
+        list(decode_groups(records_of(pd.DataFrame(rows))))
 
 
 def test_folders_without_records_are_refused(tmp_path):

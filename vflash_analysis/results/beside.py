@@ -68,7 +68,7 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
         own = beside.loc[beside["quantity"] == quantity]
         columns = [*BENCHMARK_ORDER, *([""] if (own["benchmark"] == "").any() else [])]
         sections.append(pivot(own, titled(own), names, "benchmark", columns))
-    names = [(key, key) for key in ("method", "benchmark", "setting", "quantity", "where")]
+    names = [(key, key) for key in ("method", "benchmark", "setting", "quantity", "unit", "where")]
     return (*sections, pivot(rest, "published only", names, "all", ("value",)))
 
 

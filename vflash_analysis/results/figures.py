@@ -8,6 +8,7 @@ labelled, and colours go by name.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import matplotlib
@@ -34,7 +35,16 @@ from vflash_analysis.results.style import (
     span_text,
     styled,
 )
-from vflash_analysis.results.tidy import BENCHMARK_ORDER, COMPARABLE, MISSING, checked
+from vflash_analysis.results.tables import VFLASH_METHODS
+from vflash_analysis.results.tidy import (
+    BENCHMARK_ORDER,
+    COMPARABLE,
+    METHOD_ORDER,
+    MISSING,
+    checked,
+    in_order,
+    label,
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +56,26 @@ class _Bars:
     name: str
 
 
-_SERIES = (
+_PAPER_SERIES = (
     _Bars("specvlm_ji", False, "SpecVLM"),
     _Bars("parallelvlm", False, "ParallelVLM"),
     _Bars("sparrow", False, "SPARROW"),
     _Bars("chain", False, "VFlash-FM chain, paper"),
     _Bars("tree60", False, "VFlash-FM Tree-60, paper"),
-    _Bars("chain", True, "chain, ours"),
-    _Bars("tree60", True, "Tree-60, ours"),
 )
-_WIDTH = 0.115
+_GROUP = 0.875  # of the place of a suite that its bars take
+_GAP = 0.01
 _TINT = 0.16
 
 
 # ---- F1 ---------------------------------------------------------------------------------------
-def _draw_bar(axis: Axes, x: float, row: pd.Series | None, bars: _Bars) -> None:
+def _series(ours: pd.DataFrame) -> tuple[_Bars, ...]:
+    """The paper's series, then ours: the two methods of the paper, and what else was decoded."""
+    methods = in_order([*VFLASH_METHODS, *ours["method"]], METHOD_ORDER)
+    return (*_PAPER_SERIES, *(_Bars(m, True, f"{label(m)}, ours") for m in methods))
+
+
+def _draw_bar(axis: Axes, x: float, width: float, row: pd.Series | None, bars: _Bars) -> None:
     value = math.nan if row is None else float(row["value"])
     if row is None or math.isnan(value):
         words = "no data" if bars.ours else "not reported"
@@ -70,11 +85,11 @@ def _draw_bar(axis: Axes, x: float, row: pd.Series | None, bars: _Bars) -> None:
         return
     tone = colour(bars.method)
     if bars.ours:
-        axis.bar(x, value, _WIDTH, color=tone, edgecolor=tone, linewidth=0.8)
+        axis.bar(x, value, width, color=tone, edgecolor=tone, linewidth=0.8)
     else:
         face = (*matplotlib.colors.to_rgb(tone), _TINT)
         hatch = "" if row["status"] == COMPARABLE else "/////"
-        axis.bar(x, value, _WIDTH, facecolor=face, edgecolor=tone, hatch=hatch, linewidth=0.8)
+        axis.bar(x, value, width, facecolor=face, edgecolor=tone, hatch=hatch, linewidth=0.8)
     top = value
     low, high = float(row["low"]), float(row["high"])
     if bars.ours and math.isfinite(low) and math.isfinite(high):
@@ -88,16 +103,19 @@ def _draw_bar(axis: Axes, x: float, row: pd.Series | None, bars: _Bars) -> None:
     )  # fmt: skip
 
 
-def _draw_suites(axis: Axes, rows: pd.DataFrame, ar_ms: dict[str, float]) -> None:
+def _draw_suites(
+    axis: Axes, rows: pd.DataFrame, series: Sequence[_Bars], ar_ms: dict[str, float]
+) -> None:
     n_groups = len(BENCHMARK_ORDER)
-    offsets = (np.arange(len(_SERIES)) - (len(_SERIES) - 1) / 2) * (_WIDTH + 0.01)
+    step = _GROUP / len(series)
+    offsets = (np.arange(len(series)) - (len(series) - 1) / 2) * step
     axis.axvspan(n_groups - 1.5, n_groups - 0.5, color="#f5f5f5", zorder=0)
     is_ours = rows["source"] != published.PAGE
-    for bars, offset in zip(_SERIES, offsets, strict=True):
+    for bars, offset in zip(series, offsets, strict=True):
         own = rows.loc[(rows["method"] == bars.method) & (is_ours == bars.ours)]
         by_suite = {str(row["benchmark"]): row for _, row in own.iterrows()}
         for group, name in enumerate(BENCHMARK_ORDER):
-            _draw_bar(axis, group + float(offset), by_suite.get(name), bars)
+            _draw_bar(axis, group + float(offset), step - _GAP, by_suite.get(name), bars)
     axis.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
     axis.annotate(
         "AR = 1×", (n_groups - 0.5, 1), xytext=(4, 0), textcoords="offset points", fontsize=8,
@@ -113,9 +131,9 @@ def _draw_suites(axis: Axes, rows: pd.DataFrame, ar_ms: dict[str, float]) -> Non
     axis.set_ylabel("decoding speed-up over AR (×)")
 
 
-def _bar_handles(paper: pd.DataFrame) -> list[Artist]:
+def _bar_handles(series: Sequence[_Bars], paper: pd.DataFrame) -> list[Artist]:
     handles: list[Artist] = []
-    for bars in _SERIES:
+    for bars in series:
         tone = colour(bars.method)
         if bars.ours:
             handles.append(Patch(facecolor=tone, edgecolor=tone, label=bars.name))
@@ -137,6 +155,7 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
     from_paper = speed["source"] == published.PAGE
     ours, paper = speed.loc[~from_paper], speed.loc[from_paper]
     times = frame.loc[frame["quantity"] == "ar_ms_per_token"]
+    series = _series(ours)
     devices = [d for d in dict.fromkeys(ours["device"]) if d] or [""]
     figure, axes = new_figure(12.5, 1.35 + 3.5 * len(devices), len(devices))
     highest = float(np.nanmax([1.5, *speed["value"], *speed["high"]]))
@@ -146,6 +165,7 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
         _draw_suites(
             axis,
             pd.concat([own, paper]),
+            series,
             {str(row["benchmark"]): float(row["value"]) for _, row in ms.iterrows()},
         )
         axis.set_ylim(0, highest * 1.15)
@@ -159,7 +179,7 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
         "clips × 3 seeds per suite. AR time per token is ours."
     )
     title = "Decoding speed-up by suite, ours beside the published values"
-    finish(figure, title, caption, _bar_handles(paper), len(_SERIES))
+    finish(figure, title, caption, _bar_handles(series, paper), len(series))
     return figure, checked(pd.concat([speed, times]))
 
 
@@ -216,7 +236,9 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
     caption = (
         f"n = {span_text(first['n'])} slots judged at slot 1, fewer later; slots past the end of a "
         "text are not counted. Bands: 95 % bootstrap over training seeds and videos; open markers "
-        f"are too few slots for one. Decoded on {devices_text(frame)}."
+        "are too few slots for one. Anchors: the drafters of the decoded ones' data size and budget, "
+        "of all training seeds; censored slots aside, every anchor counts. "
+        f"Decoded on {devices_text(frame)}."
     )
     title = "Acceptance by slot, flow training against mask-only"
     finish(figure, title, caption, arm_handles(arms, set(frame["objective"])), len(arms))

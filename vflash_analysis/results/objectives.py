@@ -18,9 +18,14 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import difference_of_ratios, grouped
-from vflash_analysis.paths import TRACKED_FIGURES, TRACKED_RECORDS
-from vflash_analysis.records import ANCHORS
-from vflash_analysis.results.sources import DecodeGroup, Records, decode_groups, drafter_facts
+from vflash_analysis.paths import TRACKED_FIGURES
+from vflash_analysis.results.sources import (
+    DecodeGroup,
+    Records,
+    compared_drafters,
+    decode_groups,
+    drafter_facts,
+)
 from vflash_analysis.results.tidy import (
     ARM_ORDER,
     KEYS,
@@ -151,7 +156,10 @@ def _anchor_cells(
 
 
 def _plateau_rows(origin: Origin, lengths: list[Row]) -> list[Row]:
-    """The level of each arm's curve over budgets (`metrics.plateau`); missing while it rises."""
+    """The level of each arm's curve over budgets (`metrics.plateau`); missing while it rises.
+
+    None for an arm whose last budget is not twice the one before it.
+    """
     curves: dict[tuple[str, str], dict[int, float]] = {}
     for row in lengths:
         keys = parse_setting(row["setting"])
@@ -160,8 +168,9 @@ def _plateau_rows(origin: Origin, lengths: list[Row]) -> list[Row]:
             curves.setdefault((row["objective"], setting_text(**keys)), {})[steps] = row["value"]
     rows = []
     for (arm, setting), by_steps in curves.items():
-        if len(by_steps) > 1:
-            level = metrics.plateau([by_steps[steps] for steps in sorted(by_steps)])
+        budgets = sorted(by_steps)
+        if len(budgets) > 1 and budgets[-1] == 2 * budgets[-2]:
+            level = metrics.plateau([by_steps[steps] for steps in budgets])
             value = math.nan if level is None else level
             n = len(by_steps)
             rows.append(origin.row("plateau", value, "tokens", n, objective=arm, setting=setting))
@@ -185,19 +194,19 @@ def _decoded_cells(
 def _compute_rows(item: str, records: Records, facts: pd.DataFrame) -> list[Row]:
     """Cost of every arm, data size and budget, and what became of revealed slots at its end.
 
-    Forward-equivalents are the mean over seeds. Seconds are of drafters that decode alone: those of
-    an ablation may have been trained side by side.
+    Forward-equivalents are the mean over the seeds of `facts`. Seconds are of drafters that decode
+    alone: those of an ablation may have been trained side by side.
     """
     rows: list[Row] = []
-    origin = Origin(item, "", records.status, records.source)
     keys = ["training_clips", "steps", "arm"]
-    logs = records.training.loc[records.training["setting"] == ""]
-    logs = logs.merge(facts[["drafter_sha256", "arm"]], on="drafter_sha256", how="inner")
+    arms = drafter_facts(records)[["drafter_sha256", "arm"]]
+    logs = records.training.loc[records.training["setting"] == ""].merge(arms, on="drafter_sha256")
     last = logs.sort_values("step").groupby("drafter_sha256", observed=True, as_index=False).last()
-    decode = last["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))
     for (clips, steps, arm), own in grouped(facts, keys):
-        setting = setting_text(clips=clips, steps=steps)
-        row = partial(origin.row, objective=str(arm), setting=setting)
+        origin = Origin(item, "", records.status, records.source)
+        row = partial(
+            origin.row, objective=str(arm), setting=setting_text(clips=clips, steps=steps)
+        )
         compute = float(own["forward_equivalents"].mean())
         rows.append(row("forward_equivalents", compute, "forwards", len(own)))
         ended = last.loc[last["drafter_sha256"].isin(set(own["drafter_sha256"]))]
@@ -207,21 +216,23 @@ def _compute_rows(item: str, records: Records, facts: pd.DataFrame) -> list[Row]
             if weights.sum() > 0:
                 mean = float(np.average(values, weights=weights))
                 rows.append(row(share, mean, "share", int(weights.sum())))
+    decode = last["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))
     for (device, clips, steps, arm), own in grouped(last.loc[decode], ["device", *keys]):
+        origin = Origin(item, str(device), records.status, records.source)
+        row = partial(
+            origin.row, objective=str(arm), setting=setting_text(clips=clips, steps=steps)
+        )
         seconds = own["seconds"].astype(float).dropna()
         if len(seconds):
-            setting = setting_text(clips=clips, steps=steps)
-            own_origin = Origin(item, str(device), records.status, records.source)
-            row = partial(own_origin.row, objective=str(arm), setting=setting)
             rows.append(row("train_s", float(seconds.mean()), "s", len(seconds)))
     return rows
 
 
-def _variant_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
+def _variant_rows(item: str, records: Records, facts: pd.DataFrame, boot: Bootstrap) -> list[Row]:
     """Other questions asked at the same anchors: accuracy with 0, 4, 8, 12 slots revealed, length
     with another context or more reveal rounds. The question is a key of the `setting` cell."""
-    facts = drafter_facts(records).set_index("drafter_sha256")["arm"]
-    anchors = records.anchors.assign(arm=records.anchors["drafter_sha256"].map(facts))
+    arms = facts.set_index("drafter_sha256")["arm"]
+    anchors = records.anchors.assign(arm=records.anchors["drafter_sha256"].map(arms))
     anchors = anchors.loc[anchors["arm"].notna()]
     many_splits = anchors["split"].nunique() > 1
     origin = Origin(item, "", records.status, records.source)
@@ -247,28 +258,27 @@ def _variant_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
 
 def objectives_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
     """All rows of T3; see `objectives_table`."""
-    facts = drafter_facts(records)
-    rows = _compute_rows(item, records, facts)
+    compared = compared_drafters(records)
+    rows = _compute_rows(item, records, compared)
     origin = Origin(item, "", records.status, records.source)
     if not records.anchors.empty:
-        for setting, by_arm in _anchor_cells(anchors_with_arms(records)):
+        anchors = anchors_with_arms(records)
+        anchors = anchors.loc[anchors["drafter_sha256"].isin(set(compared["drafter_sha256"]))]
+        for setting, by_arm in _anchor_cells(anchors):
             rows += _cell_rows(origin, "anchor_accepted_length", by_arm, boot, setting)
         rows += _plateau_rows(origin, rows)
-        rows += _variant_rows(item, records, boot)
+        rows += _variant_rows(item, records, compared, boot)
     for group in decode_groups(records):
         origin = group.origin(item, records)
-        for setting, by_arm in _decoded_cells(group, facts):
+        for setting, by_arm in _decoded_cells(group, drafter_facts(records)):
             rows += _cell_rows(origin, "accepted_length", by_arm, boot, setting, "chain")
     return rows
 
 
 def stored_rows(item: str, records: Records, found: pd.DataFrame) -> pd.DataFrame:
-    """The tracked table's rows that a run of the same target did not compute, marked as stored."""
-    path, drawn = TRACKED_RECORDS / f"{ANCHORS.name}.parquet", TRACKED_FIGURES / f"{item}.csv"
-    if records.status != MEASURED or not (path.is_file() and drawn.is_file()):
-        return found.iloc[:0]
-    tracked = set(pd.read_parquet(path, columns=["target_sha256"])["target_sha256"])
-    if set(records.anchors["target_sha256"]) != tracked:
+    """The tracked table's rows that a run of the same settings did not compute, marked as stored."""
+    drawn = TRACKED_FIGURES / f"{item}.csv"
+    if not (records.as_tracked and drawn.is_file()):
         return found.iloc[:0]
     stored = read_tidy_csv(drawn)
     known = pd.MultiIndex.from_frame(found[list(KEYS)])
@@ -286,15 +296,18 @@ def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> T
     stored = stored_rows(item, records, own)
     frame = checked(pd.concat([own, stored], ignore_index=True)) if len(stored) else own
     told = ["Accepted length of every training arm by data size and budget"]
-    told += ["at every anchor of fixed AR texts (n: anchors over all training seeds)"]
+    told += ["at every full-block anchor of fixed AR texts (n: anchors over all training seeds)"]
     if (frame["quantity"] == "accepted_length").any():
         told[-1] += ", and tau of the decoded chain (n: decodes) on the device named in its row"
     caption = (
         f"{', '.join(told)}. Differences are self reveal minus the named arm on the same anchors, "
         f"seeds and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
-        "seed-paired means (n: seeds). Plateau: mean of the last two budgets, where the last "
-        "doubling gained at most 2 %, else missing (n: budgets). Anchor values do not depend on a "
-        "device; training seconds are of the drafters that decode."
+        "seed-paired means (n: seeds). Drafters that decode, on whose seed the settings were "
+        "chosen, are left out of a cell that has other seeds. Plateau: mean of the last two "
+        "budgets, where that doubling gained at most 2 %, else missing (n: budgets). Compute: mean "
+        "over seeds (n: seeds). Wrong corrected, right kept: in the last training batches logged "
+        "(n: slots). Anchor values do not depend on a device; training time is of the drafters "
+        "that decode."
         + (" Stored: from the tracked records, not of this run." if len(stored) else "")
     )
     return Table(item, "T3 Training objectives against compute", caption, frame, _sections(frame))
@@ -305,7 +318,7 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     pooled = frame.loc[["seed" not in key for key in keys]]
     pooled = pooled.assign(minus=[parse_setting(t).get("minus", "") for t in pooled["setting"]])
     pooled["cell"] = [t.split(";minus=")[0] for t in pooled["setting"]]
-    mixed = set(pooled["status"]) > {STORED}
+    mixed = set(pooled["status"]) >= {MEASURED, STORED}
 
     def cell(row: pd.Series) -> str:
         return cell_text(row) + (", stored" if mixed and row["status"] == STORED else "")

@@ -6,7 +6,7 @@ records go to `figures/latest`. Notebooks call `make_table` and `make_figure` fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.paths import FIGURES
+from vflash_analysis.paths import FIGURES, TRACKED_FIGURES
 from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
@@ -49,14 +49,22 @@ FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
 }
 
 
+def some_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list that may be long, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def make_table(stem: str, records: Records, boot: Bootstrap) -> Table:
-    """One table; what a run lacks is named in its caption."""
+    """One table; its caption names what a run lacks and what it reused."""
     if stem not in TABLES:
         raise InputError(f"table '{stem}', allowed are {list(TABLES)}")
     table = TABLES[stem](records, boot)
-    if not records.lacking:
-        return table
-    told = f"{table.caption} Not in it, as not done: {', '.join(records.lacking)}."
+    told = table.caption
+    if records.lacking:
+        told += f" Not in it, as not done: {some_names(records.lacking)}."
+    if records.stale:
+        told += f" Reused though their code or inputs have changed: {some_names(records.stale)}."
     return replace(table, caption=told)
 
 
@@ -86,7 +94,7 @@ def build_results(records: Records | None = None, *, n_samples: int) -> list[Pat
     """
     records = records or load_records()
     boot = Bootstrap(n_samples=n_samples)
-    folder = FIGURES / ("pocket" if records.status == STORED else "latest")
+    folder = TRACKED_FIGURES if records.status == STORED else FIGURES / "latest"
     tables = {stem: make_table(stem, records, boot) for stem in TABLES}
     paths = [path for table in tables.values() for path in write_table(folder, table)]
     for stem in (*FIGURE_OF_TABLE, *FIGURE_OF_FRAME):

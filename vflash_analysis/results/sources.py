@@ -7,22 +7,25 @@ Without a run the tracked pocket records stand in, and everything drawn from the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
+from vflash_analysis.config import TRACKED_PROFILE
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import grouped, part_columns, usable, usable_cycles
+from vflash_analysis.metrics import grouped, part_columns, refuse_mixed, usable, usable_cycles
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
     CYCLES,
     DONE_NAME,
     GENERATIONS,
+    MANIFEST_NAME,
     TRAINING,
     Schema,
     empty_records,
+    read_json,
     read_records,
 )
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
@@ -34,7 +37,11 @@ TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
 class Records:
     """The record frames of one place (an absent table is an empty frame) and their standing.
 
-    `lacking` names the shards of the run whose records are not there.
+    Attributes:
+        lacking: shards of the run whose records are not there.
+        stale: shards reused though their code or inputs have changed.
+        as_tracked: whether it is a run of the tracked profile without changed settings, so that
+            tracked rows may stand beside its own.
     """
 
     generations: pd.DataFrame
@@ -44,6 +51,8 @@ class Records:
     status: str
     source: str
     lacking: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+    as_tracked: bool = False
 
 
 def _read_all(folders: Sequence[Path], schema: Schema) -> pd.DataFrame:
@@ -93,7 +102,17 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
             raise InputError(f"{path}: no record files; expected {[t.name for t in TABLES]}")
     frames = {schema.name: _read_all(paths, schema) for schema in TABLES}
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
-    return records_from_frames(frames, source, STORED if folders is None else MEASURED)
+    found = records_from_frames(frames, source, STORED if folders is None else MEASURED)
+    return replace(found, as_tracked=folders is not None and all(map(_as_tracked, paths)))
+
+
+def _as_tracked(folder: Path) -> bool:
+    """Whether a shard's folder holds results of the tracked profile with its own settings."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    manifest = read_json(folder / MANIFEST_NAME)
+    changed = set(manifest["parameters"]["overrides"]) - {"clips.clips_per_suite"}  # --all
+    return manifest["profile"] == TRACKED_PROFILE and not changed
 
 
 def records_from_frames(
@@ -156,6 +175,19 @@ def drafter_facts(records: Records) -> pd.DataFrame:
     return facts.assign(arm=arm_names(facts))
 
 
+def compared_drafters(records: Records) -> pd.DataFrame:
+    """The drafters by which arms are compared; columns as in `drafter_facts`.
+
+    Where a data size and budget of an arm has other training seeds too, those of drafters that
+    decode are left out: the settings were chosen on them.
+    """
+    facts = drafter_facts(records)
+    decode = facts["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))
+    cell = [facts[key] for key in ("arm", "training_clips", "steps")]
+    all_decode = decode.groupby(cell).transform("all").astype(bool)
+    return facts.loc[~decode | all_decode]
+
+
 def final_drafters(records: Records) -> pd.DataFrame:
     """The drafters, of all training seeds, that stand for their arm where one figure shows it.
 
@@ -215,12 +247,17 @@ def count_clips(frame: pd.DataFrame) -> int:
 
 
 def decode_groups(records: Records) -> Iterator[DecodeGroup]:
-    """The decodes by device and dtype: two devices give two groups, never a mean."""
+    """The decodes by device and dtype: two devices give two groups, never a mean.
+
+    Raises:
+        InputError: one group holds decodes of several targets or prompt templates.
+    """
     facts = drafter_facts(records)
     arms = dict(zip(facts["drafter_sha256"], facts["arm"], strict=True))
     for (device, dtype), frame in grouped(records.generations, ["device", "dtype"]):
         decoded = frame.loc[~frame["warmup"].astype(bool)]
         rows = usable(frame)
+        refuse_mixed(rows, ("target", "target_revision", "template_sha256"))
         objective = rows["objective"].fillna("")
         named = zip(rows["drafter_sha256"], objective, strict=True)
         rows["arm"] = [arms.get(drafter, name) for drafter, name in named]

@@ -212,8 +212,10 @@ def benchmark_grids(frame: pd.DataFrame, quantities: Sequence[str]) -> tuple[Sec
 
 
 def speedup_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
-    """T1: chain and Tree-60 by suite beside the published rows."""
-    rows = speedup_rows("T1_speedup", records, boot, VFLASH_METHODS, MAIN_ARMS)
+    """T1: every decoded method by suite, chain and Tree-60 first, beside the published rows."""
+    decoded = set(records.generations["method"]) - {"ar", *COMPARISON_METHODS}
+    methods = [*VFLASH_METHODS, *sorted(decoded - set(VFLASH_METHODS))]
+    rows = speedup_rows("T1_speedup", records, boot, methods, MAIN_ARMS)
     rows += published.speedup_rows("T1_speedup", is_comparable(records))
     frame = tidy(rows)
     lettered, where = places(frame)

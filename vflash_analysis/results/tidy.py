@@ -80,7 +80,7 @@ QUANTITIES: Mapping[str, str] = {
     "accepted_length_uncensored": "τ over uncut cycles",
     "accepted_length_per_clip": "τ, mean of clips",
     "accepted_drafts": "accepted drafts per cycle",
-    "anchor_accepted_length": "accepted length at every anchor",
+    "anchor_accepted_length": "accepted length at full-block anchors",
     "plateau": "plateau of the accepted length at anchors",
     "masked_slot_accuracy": "accuracy of masked slots",
     "wrong_corrected": "wrong reveals corrected",

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from vflash_analysis.metrics import plateau
 from vflash_analysis.results.curves import TRAINING_SLOTS
 from vflash_analysis.results.objectives import FLOW_ARM
 from vflash_analysis.results.style import (
@@ -106,7 +105,7 @@ def _draw_steps(axis: Axes, rows: pd.DataFrame, tone: str) -> None:
 
 # ---- T3's figure ------------------------------------------------------------------------------
 _LENGTHS = (
-    ("anchor_accepted_length", "accepted length\nevery anchor of fixed AR texts"),
+    ("anchor_accepted_length", "accepted length\nfull-block anchors of fixed AR texts"),
     ("accepted_length", "accepted length τ\ndecoded chain"),
 )
 
@@ -123,7 +122,7 @@ def _compute_of(frame: pd.DataFrame) -> dict[tuple[str, str, str], float]:
 def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> Drawn:
     """T3's figure: accepted length against training compute, a column per data size.
 
-    A dotted line marks an arm's plateau: its last doubling of the budget gained at most 2 %.
+    A dotted line marks an arm's plateau at anchors, where the table has one.
     """
     frame = checked(frame)
     asides = ("seed", "minus", "context", "rounds", "revealed")
@@ -132,7 +131,9 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     compute = _compute_of(keyed)
     mixed = set(frame["status"]) >= {MEASURED, STORED}
     wanted = [quantity for quantity, _ in _LENGTHS]
-    lengths = keyed.loc[keyed["quantity"].isin(wanted) & (keyed["status"] != MISSING)]
+    there = keyed.loc[keyed["status"] != MISSING]
+    lengths = there.loc[there["quantity"].isin(wanted)]
+    levels = there.loc[there["quantity"] == "plateau"]
     lines = [
         (quantity, device, split, words)
         for quantity, words in _LENGTHS
@@ -149,10 +150,13 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
             & (lengths["device"] == device)
             & (lengths["split"] == split)
         ]
-        all_ends = [
-            _draw_compute_lines(axis, row.loc[row["clips"] == size], compute, arms, mixed)
-            for axis, size in zip(axes[line], sizes, strict=True)
-        ]
+        all_ends = []
+        for axis, size in zip(axes[line], sizes, strict=True):
+            own = levels.loc[(levels["clips"] == size) & (levels["split"] == split)]
+            level = dict(zip(own["objective"], own["value"].astype(float), strict=True))
+            level = level if quantity == _LENGTHS[0][0] else {}
+            rows = row.loc[row["clips"] == size]
+            all_ends.append(_draw_compute_lines(axis, rows, compute, level, arms, mixed))
         for axis, ends in zip(axes[line], all_ends, strict=True):
             if not ends:
                 no_data(axis)
@@ -166,9 +170,8 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     for axis in axes[-1]:
         axis.set_xlabel("training compute (forward-equivalents)")
     absent = [label(arm) for arm in arms if arm not in set(lengths["objective"])]
-    seeds = _with_keys(frame, "seed")["seed"]
     caption = (
-        f"Error bars: 95 % bootstrap over training seeds ({seeds[seeds != ''].nunique()}) and "
+        f"Error bars: 95 % bootstrap over training seeds ({_seeds_text(frame, wanted)} a point) and "
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
         "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
         f"gained at most 2 %). Decoded on {devices_text(lengths)}."
@@ -176,8 +179,17 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
         + (f" No data: {'; '.join(absent)}." if absent else "")
     )
     finish(figure, "Training objectives against compute", caption)
-    drawn = lengths.index.union(keyed.index[keyed["quantity"] == "forward_equivalents"])
-    return figure, frame.loc[drawn]
+    drawn = keyed.index[keyed["quantity"] == "forward_equivalents"]
+    return figure, frame.loc[lengths.index.union(levels.index).union(drawn)]
+
+
+def _seeds_text(frame: pd.DataFrame, quantities: Sequence[str]) -> str:
+    """How many training seeds the points have, as a caption gives n."""
+    keyed = _with_keys(frame, "seed", "minus", "clips", "steps")
+    own = keyed.loc[(keyed["seed"] != "") & keyed["quantity"].isin(quantities)]
+    own = own.loc[own["minus"] == ""]
+    point = ["quantity", "device", "objective", "clips", "steps"]
+    return span_text(own.groupby(point)["seed"].nunique())
 
 
 def _distinct(rows: pd.DataFrame) -> list[tuple[str, str]]:
@@ -188,10 +200,14 @@ def _draw_compute_lines(
     axis: Axes,
     rows: pd.DataFrame,
     compute: dict[tuple[str, str, str], float],
+    level: dict[str, float],
     arms: Sequence[str],
     mixed: bool,
 ) -> dict[str, tuple[float, float]]:
-    """Draws one line per arm and returns where each ends; `mixed`: stored points are hollow."""
+    """Draws one line per arm, to its plateau where `level` has one, and returns where each ends.
+
+    With `mixed`, stored points are hollow.
+    """
     ends: dict[str, tuple[float, float]] = {}
     edge = 1.6 * max(compute.values(), default=1.0)
     keys = zip(rows["objective"], rows["clips"], rows["steps"], strict=True)
@@ -216,11 +232,13 @@ def _draw_compute_lines(
                 at[there], value[there], linestyle="", marker=marker(arm), color=tone,
                 markerfacecolor=inside, zorder=front + 0.5,
             )  # fmt: skip
-        level = plateau(value.tolist())
         ends[arm] = (float(at[-1]), float(value[-1]))
-        if level is not None:
-            ends[arm] = (edge, level)
-            axis.plot([at[-2], edge], [level] * 2, color=tone, linestyle=(0, (2, 1.5)), linewidth=1)
+        if arm in level:
+            ends[arm] = (edge, level[arm])
+            start = at[max(0, len(at) - 2)]
+            axis.plot(
+                [start, edge], [level[arm]] * 2, color=tone, linestyle=(0, (2, 1.5)), linewidth=1
+            )
     axis.set_xscale("log", base=2)
     if compute:
         first, last = min(compute.values()), max(compute.values())

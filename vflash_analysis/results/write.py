@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from vflash_analysis.errors import InputError
 from vflash_analysis.records import write_text_atomic
 from vflash_analysis.results.tidy import label, write_tidy_csv
 
@@ -65,7 +66,8 @@ def cell_text(row: pd.Series, planned: float | None = None) -> str:
     ends = [value_text(float(row[end]), unit).rstrip("× %") for end in ("low", "high")]
     if NO_VALUE not in ends:
         span = f"[{ends[0]}, {ends[1]}]"
-        text = f"{text} {span}" if text != NO_VALUE else f"{ends[0]} to {ends[1]}"
+        last = value_text(float(row["high"]), unit)
+        text = f"{text} {span}" if text != NO_VALUE else f"{ends[0]} to {last}"
     if text == NO_VALUE or pd.isna(row["n"]):
         return text
     n = f"n {int(row['n'])}" if planned is None else f"{int(row['n'])}/{planned:.0f}"
@@ -80,9 +82,12 @@ def places(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
         caption that says what the letters stand for.
     """
     pairs = list(zip(frame["device"], frame["source"], strict=True))
-    letters = dict(zip(dict.fromkeys(p for p in pairs if p[0]), string.ascii_uppercase))  # noqa: B905
+    found = list(dict.fromkeys(pair for pair in pairs if pair[0]))
+    letters = dict(zip(found, string.ascii_uppercase[: len(found)], strict=True))
     told = "; ".join(f"{letter}: {', '.join(pair)}" for pair, letter in letters.items())
-    return frame.assign(where=[letters.get(p, "") for p in pairs]), f"Where: {told}."
+    return frame.assign(
+        where=[letters.get(p, "") for p in pairs]
+    ), f"Where: {told}." if told else ""
 
 
 def titled(rows: pd.DataFrame) -> str:
@@ -112,8 +117,10 @@ def pivot(
     keys = [key for key, _ in rows]
     grid: dict[tuple[str, ...], dict[str, str]] = {}
     for _, row in frame.iterrows():
-        name = tuple(str(row[key]) for key in keys)
-        grid.setdefault(name, {})[str(row[column])] = cell(row)
+        name, where = tuple(str(row[key]) for key in keys), str(row[column])
+        if where in grid.setdefault(name, {}):
+            raise InputError(f"{title}: two values for {name}, {where}")
+        grid[name][where] = cell(row)
     header = [heading for _, heading in rows] + [label(c) or "all" for c in column_order]
     body = [
         tuple(label(part) for part in name) + tuple(cells.get(c, NO_VALUE) for c in column_order)
