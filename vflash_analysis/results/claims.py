@@ -43,7 +43,7 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
     """
     published = frame["device"].str.endswith("(as published)")
     ours = frame.loc[~published & (frame["status"] != MISSING)]
-    speed = ours.loc[ours["quantity"] == "decode_speedup"]
+    speed = ours.loc[(ours["quantity"] == "decode_speedup") & ours["method"].isin(VFLASH_METHODS)]
     devices = sorted(set(speed["device"]))
     if len(devices) != 1:
         raise InputError(f"claims: found speed-ups of {len(devices)} devices, one is needed")
