@@ -1,5 +1,6 @@
 """The command line: one JSON line last, one clear line for bad input, exit codes that mean something."""
 
+import dataclasses
 import io
 import json
 from types import SimpleNamespace
@@ -288,7 +289,7 @@ def test_figures_and_tables_name_what_they_lack_and_what_they_reused(
 
 @pytest.mark.parametrize("option", ["--ablation", "--all", "--keep-stale"])
 def test_options_of_a_run_need_a_profile(tracked, option):
-    with pytest.raises(InputError, match="--ablation.*: allowed with --profile only"):
+    with pytest.raises(InputError, match=r"--ablation.*: allowed with --profile only"):
         call("figures", option)
     assert not tracked.exists()
 
@@ -305,18 +306,40 @@ def test_publish_tracks_the_drafters_of_the_first_training_seed(tmp_path, monkey
     assert [path.name for path in (tmp_path / "drafters").iterdir()] == ["mask_only"]
 
 
-def test_publish_keeps_the_tracked_ablation_unless_a_new_one_takes_its_place(
-    synthetic, tmp_path, runs, monkeypatch
-):
-    anchors = load_records([synthetic]).anchors
-    assert anchors["drafter_sha256"].nunique() > 1
+def test_publish_keeps_tracked_drafters_that_a_run_did_not_train(synthetic, monkeypatch):
+    whole = load_records([synthetic])
     monkeypatch.setattr(paths, "TRACKED_RECORDS", synthetic)
-    publish.refuse_fewer_drafters(anchors)
-    fewer = anchors[anchors["drafter_sha256"] == anchors["drafter_sha256"].iloc[0]]
-    with pytest.raises(InputError, match=r"found anchors of 1 drafters, allowed: .* --ablation"):
-        publish.refuse_fewer_drafters(fewer)
-    monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path / "nothing")
-    publish.refuse_fewer_drafters(fewer)  # nothing tracked yet, nothing to lose
+    first = whole.anchors["drafter_sha256"] == "mask_only-1-100-100"
+    trained = whole.anchors.loc[first].assign(n_accepted=0)
+    log = whole.training.loc[whole.training["drafter_sha256"] == "mask_only-1-100-100"]
+    found = dataclasses.replace(whole, anchors=trained, training=log)
+    names = ("drafter-self_reveal_rev0-2-100-100", "drafter-mask_only-9-100-100")
+    waiting = [SimpleNamespace(name=name) for name in names]
+    merged = publish.with_tracked(found, waiting)
+    kept = whole.anchors.loc[whole.anchors["drafter_sha256"] == "self_reveal_rev0-2-100-100"]
+    assert len(kept) and merged.anchors.equals(pd.concat([trained, kept], ignore_index=True))
+    assert set(merged.training["drafter_sha256"]) == set(merged.anchors["drafter_sha256"])
+    assert publish.with_tracked(found, waiting[1:]) is found
+    other = dataclasses.replace(found, anchors=trained.assign(target_sha256="other"))
+    with pytest.raises(InputError, match=r"another target than that of the 1 .* --ablation"):
+        publish.with_tracked(other, waiting)
+
+
+def test_every_tracked_shard_names_its_run_and_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path)
+    shards = [SimpleNamespace(name=name, folder=tmp_path / name) for name in ("one", "two")]
+    for number, shard in enumerate(shards):
+        shard.folder.mkdir()
+        told = {"run_id": f"r{number}", "git_commit": "c", "git_dirty": False, "device": "cpu"}
+        (shard.folder / "manifest.json").write_text(json.dumps(told | {"more": 1}))
+    before = publish.provenance(shards, [])
+    assert before.astype(str).to_numpy().tolist() == [
+        ["one", "r0", "c", "False", "cpu"], ["two", "r1", "c", "False", "cpu"]
+    ]  # fmt: skip
+    before.to_csv(tmp_path / publish.RUNS_NAME, index=False)
+    kept = publish.provenance(shards[1:], [SimpleNamespace(name="one")])
+    assert kept["shard"].tolist() == ["two", "one"] and kept["run_id"].tolist() == ["r1", "r0"]
+    assert publish.provenance(shards[:1], [])["shard"].tolist() == ["one"]
 
 
 @pytest.mark.parametrize("command", ["figures", "report", "demo"])

@@ -1,6 +1,7 @@
 """Copy a finished pocket run to the tracked places: `make publish`.
 
-The records of the run replace those in `data/records/pocket`, its first training seed's drafters
+The records of the run replace those in `data/records/pocket` (what the run did not train of the
+ablation stays; `runs.csv` there names run and commit of each), its first training seed's drafters
 those in `data/pocket/drafters`, and `figures/pocket` and README's claims are made anew from the
 tracked records, so that `make figures` gives the same bytes on any machine without torch.
 """
@@ -8,23 +9,30 @@ tracked records, so that `make figures` gives the same bytes on any machine with
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from vflash_analysis import paths, records
+from vflash_analysis import paths, records, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, TRAINING
 from vflash_analysis.results.claims import write_claims
 from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.report import build_results
-from vflash_analysis.results.sources import TABLES, Records, final_drafters, load_records
+from vflash_analysis.results.sources import (
+    TABLES,
+    Records,
+    drafter_facts,
+    final_drafters,
+    load_records,
+)
 from vflash_analysis.results.tidy import read_tidy_csv
-from vflash_analysis.stages import Shard
+from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 
 SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
@@ -35,6 +43,8 @@ TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
 STAGES = ("target", "drafter", "decode")  # whose results are tracked
 TARGET_GATES = ("gates.csv", "kinds.csv")
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
+RUNS_NAME = "runs.csv"
+PROVENANCE = ("run_id", "git_commit", "git_dirty", "device")  # of a shard's manifest
 
 
 def records_of(shards: Sequence[Shard]) -> Records:
@@ -94,25 +104,61 @@ def slim_training(found: Records) -> pd.DataFrame:
     return log.loc[decode | (log["setting"] == VALIDATION) | last]
 
 
-def refuse_fewer_drafters(anchors: pd.DataFrame) -> None:
-    """Refuse to replace the tracked ablation (table T3) by one of fewer drafters.
+def with_tracked(found: Records, waiting: Sequence[Shard]) -> Records:
+    """A run's records, and the tracked ones of drafters of the ablation that it did not train.
 
     Args:
-        anchors: those that would be tracked from now on.
+        found: the run's.
+        waiting: the ablation's shards that are not done.
 
     Raises:
-        InputError: the tracked anchors are of more drafters.
+        InputError: the tracked drafters are of another target.
     """
-    path = paths.TRACKED_RECORDS / f"{ANCHORS.name}.parquet"
-    if not path.is_file():
-        return
-    tracked = pd.read_parquet(path, columns=["drafter_sha256"])["drafter_sha256"].nunique()
-    found = anchors["drafter_sha256"].nunique()
-    if found < tracked:
+    if not (paths.TRACKED_RECORDS / f"{ANCHORS.name}.parquet").is_file():
+        return found
+    tracked = load_records([paths.TRACKED_RECORDS])
+    names = {shard.name for shard in waiting}
+    facts = drafter_facts(tracked).to_dict("records")
+    kept = {fact["drafter_sha256"] for fact in facts if _drafter_name(fact) in names}
+    if not kept:
+        return found
+    anchors, training = (
+        frame.loc[frame["drafter_sha256"].isin(kept)]
+        for frame in (tracked.anchors, tracked.training)
+    )
+    if set(anchors["target_sha256"]) != set(found.anchors["target_sha256"]):
         raise InputError(
-            f"publish: found anchors of {found} drafters, allowed: {tracked} or more, as tracked for "
-            "T3; vflash run --profile pocket --ablation trains them"
+            f"publish: found another target than that of the {len(kept)} drafters tracked for T3; "
+            "vflash run --profile pocket --ablation trains them anew"
         )
+    return replace(
+        found,
+        anchors=pd.concat([found.anchors, anchors], ignore_index=True),
+        training=pd.concat([found.training, training], ignore_index=True),
+    )
+
+
+def _drafter_name(fact: Mapping[Hashable, Any]) -> str:
+    """The shard's name of a row of `drafter_facts`."""
+    return shard_name("drafter", {key: fact[key] for key in stages.STAGES["drafter"].takes})
+
+
+def provenance(shards: Sequence[Shard], kept: Sequence[Shard]) -> pd.DataFrame:
+    """Where each tracked shard comes from: shard, run_id, git_commit, git_dirty, device.
+
+    Args:
+        shards: those of this run.
+        kept: those whose tracked records stay; their rows are those of the tracked file.
+    """
+    rows = []
+    for shard in shards:
+        manifest = records.read_json(shard.folder / records.MANIFEST_NAME)
+        rows.append({"shard": shard.name} | {key: manifest[key] for key in PROVENANCE})
+    path = paths.TRACKED_RECORDS / RUNS_NAME
+    if path.is_file():
+        before = pd.read_csv(path, dtype=str)
+        rows += before.loc[before["shard"].isin([s.name for s in kept])].to_dict("records")
+    return pd.DataFrame(rows, columns=["shard", *PROVENANCE])
 
 
 def track_drafter(shard: Shard) -> Path:
@@ -148,24 +194,25 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
 
     Args:
         shards: a plan; those of `STAGES` must be done.
-        compared: the ablation's drafters; those that are done are taken.
+        compared: the ablation's drafters; of those that are not done the tracked records stay.
         n_samples: bootstrap resamples of the figures, the profile's.
 
     Returns:
         The files written.
 
     Raises:
-        InputError: a shard is not done, the records are too large to track, or they would drop
-            tracked drafters.
+        InputError: a shard is not done, the records are too large to track, or tracked drafters
+            are of another target.
     """
     shards = [shard for shard in shards if shard.stage in STAGES]
     for shard in shards:
         reason = shard.why_not_done()
         if reason:
             raise InputError(f"publish: {shard.name} is not done: {reason}")
-    found = records_of([*shards, *compared])
+    waiting = [shard for shard in compared if not shard.done]
+    taken = [*shards, *(shard for shard in compared if shard not in waiting)]
+    found = with_tracked(records_of(taken), waiting)
     frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
-    refuse_fewer_drafters(frames[ANCHORS.name])
     frames["cycles"] = slim(frames["generations"], frames["cycles"])
     frames[ANCHORS.name] = slim_anchors(found)
     frames[TRAINING.name] = slim_training(found)
@@ -179,6 +226,9 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         raise InputError(
             f"publish: records are {size:,} bytes, allowed: {SIZE_LIMIT:,}; see {drafts}"
         )
+    told = provenance(taken, waiting).to_csv(index=False, lineterminator="\n")
+    written.append(paths.TRACKED_RECORDS / RUNS_NAME)
+    records.write_text_atomic(written[0], told)
     for schema in TABLES:
         target = paths.TRACKED_RECORDS / f"{schema.name}.parquet"
         draft = drafts / target.name

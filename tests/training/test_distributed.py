@@ -21,7 +21,6 @@ from vflash_analysis.records import TRAINING, read_records
 from vflash_analysis.training.objectives import compute_loss
 from vflash_analysis.training.step import TrainingStep, gradient_step
 
-
 OPTIMIZERS = ("adamw", "muon")
 
 
