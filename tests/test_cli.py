@@ -325,6 +325,37 @@ def test_publish_keeps_tracked_drafters_that_a_run_did_not_train(synthetic, monk
         publish.with_tracked(other, waiting)
 
 
+def test_publish_refuses_a_file_that_changed_since_it_was_done(tmp_path, monkeypatch):
+    records.write_text_atomic(tmp_path / "gates.csv", "gate\n")
+    records.write_done(tmp_path, {}, ["gates.csv"])
+    (tmp_path / "gates.csv").write_text("xxxx\n")  # as long as before
+    shard = SimpleNamespace(
+        name="target", stage="target", folder=tmp_path, done=True, why_not_done=lambda: None
+    )
+    with pytest.raises(InputError, match=r"gates\.csv: changed since .* remove that folder"):
+        publish.publish([shard], [], 20)
+
+
+@pytest.mark.parametrize("content", ["", "garbage\n", "\x00"])
+def test_a_damaged_list_of_runs_says_what_to_do(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path)
+    (tmp_path / publish.RUNS_NAME).write_text(content)
+    with pytest.raises(InputError, match=r"publish: .*runs\.csv: .*git restores"):
+        publish.provenance([], [SimpleNamespace(name="one")])
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(monkeypatch, capsys):
+    def refuse(*options):
+        raise PermissionError(30, "Read-only file system", "/runs/pocket")
+
+    monkeypatch.setattr(stages, "plan", refuse)
+    monkeypatch.setattr("sys.argv", ["vflash", "plan"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "vflash: /runs/pocket: Read-only file system\n"
+
+
 def test_every_tracked_shard_names_its_run_and_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path)
     shards = [SimpleNamespace(name=name, folder=tmp_path / name) for name in ("one", "two")]

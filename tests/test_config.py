@@ -153,6 +153,7 @@ def test_whole_numbers_serve_as_numbers_and_lists_become_tuples():
         ("target.device=cuda", ("target.device", "cuda")),
         ("target.source=a=b", ("target.source", "a=b")),
         ("drafter.source=null", ("drafter.source", None)),
+        ("drafter.source=", ("drafter.source", "")),
         ("target.compile=true", ("target.compile", True)),
     ],
 )
@@ -160,10 +161,28 @@ def test_parse_override(text, expected):
     assert strict.parse_override(text) == expected
 
 
-@pytest.mark.parametrize("text", ["training.steps", "=3", " =3", "a=[1"])
+@pytest.mark.parametrize(
+    "text", ["training.steps", "=3", " =3", "a=[1", "a=[2026-13-45]", "a=" + 3000 * "["]
+)
 def test_parse_override_refuses(text):
     with pytest.raises(InputError):
         strict.parse_override(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("training.gamma", 10**400, "a finite number"),
+        ("training.steps", "9" * 5000, "a whole number"),  # too long for a number: it stays text
+        ("target.source", "", "null or a folder"),
+        ("drafter.source", " ", "null or a folder"),
+    ],
+)
+def test_extreme_values_get_one_line(name, value, allowed):
+    with pytest.raises(InputError) as refusal:
+        config.load_profile("pocket", dict([strict.parse_override(f"{name}={value}")]))
+    told = str(refusal.value)
+    assert told.startswith(f"{name}: found ") and allowed in told and len(told) < 200
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), st.lists))
@@ -240,6 +259,15 @@ def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_p
     (tmp_path / "local.yaml").write_text("targt: x\n")
     with pytest.raises(InputError, match=r"local\.yaml: targt: unknown setting"):
         config.target_folder(target)
+    monkeypatch.delenv("VFLASH_TARGET")
+    for empty in ("", "# nothing yet\n"):
+        (tmp_path / "local.yaml").write_text(empty)
+        assert config.local_paths() == {}
+    (tmp_path / "local.yaml").write_text("target: ~nosuchuser/x\n")
+    assert str(config.local_paths()["target"]) == "~nosuchuser/x"
+    (tmp_path / "local.yaml").write_text("target: ''\n")
+    with pytest.raises(InputError, match=r'local\.yaml: target: found text "", allowed: a path'):
+        config.local_paths()
     (tmp_path / "local.yaml").write_text("target: 3\n")
     with pytest.raises(InputError, match=r"local\.yaml: target: found whole number 3"):
         config.target_folder(target)

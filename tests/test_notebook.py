@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from types import SimpleNamespace
 
@@ -142,6 +143,31 @@ def test_results_of_earlier_stages():
 def test_wrong_parameters_are_refused_by_name(name, own, message):
     with pytest.raises(InputError, match=message):
         open_stage(name, "smoke", **own)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("drafter", {"steps": "abc"}, 'steps: found text "abc", allowed: a whole number'),
+        ("drafter", {"steps": -5}, "steps: found whole number -5, allowed: 0 to 1e+09"),
+        ("drafter", {"steps": 1.5}, "steps: found number 1.5, allowed: a whole number"),
+        ("drafter", {"steps": True}, "steps: found true/false true, allowed: a whole number"),
+        ("drafter", {"arm": ["a"]}, 'arm: found list ["a"], allowed: text'),
+        ("drafter", {"train_seed": 2**70}, "train_seed: found whole number"),
+        ("drafter", {"training_clips": 10**6}, "training_clips: found 1000000, allowed: at most"),
+        ("ablations", {"ablation": "false"}, 'ablation: found text "false", allowed: true or'),
+        ("decode", {"sample_seed": None}, "sample_seed: found null, allowed: a whole number"),
+    ],
+)
+def test_mistyped_parameters_are_refused_before_a_folder_is_made(place, name, changed, message):
+    own = {
+        "drafter": {"arm": "mask_only", "train_seed": 0, "steps": 0, "training_clips": 0},
+        "ablations": {"ablation": False},
+        "decode": {"benchmark": "VDC", "sample_seed": 0},
+    }[name]
+    with pytest.raises(InputError, match=re.escape(message)):
+        open_stage(name, "smoke", **(own | changed))
+    assert not (place / "runs" / "smoke").exists()
 
 
 def test_a_parameter_that_papermill_was_given_and_no_notebook_takes_is_refused(monkeypatch):

@@ -247,7 +247,7 @@ def figures(
         written = build_results(found, n_samples=samples)
         code = _name_lacking(found)
     names = [paths.relative_to_root(path) for path in written]
-    folders = sorted({name.rpartition("/")[0] for name in names})
+    folders = sorted({name.rpartition("/")[0] or "." for name in names})
     print(f"{len(names)} files in {', '.join(folders)}")
     _say({"files": names}, as_json)
     raise typer.Exit(code)
@@ -308,6 +308,9 @@ def main() -> None:
         app()
     except InputError as error:
         print(f"vflash: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except OSError as error:  # a folder that is not there, is full or must not be written
+        print(f"vflash: {error.filename or 'files'}: {error.strerror or error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

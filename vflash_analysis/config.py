@@ -301,6 +301,12 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
                 f"{label}: found {number}, allowed: at most clips.training_clips "
                 f"({clips.training_clips})"
             )
+    for label, source in (
+        ("target.source", profile.target.source),
+        ("drafter.source", drafter.source),
+    ):
+        if source is not None and not source.strip():
+            raise InputError(f"{label}: found {shown(source)}, allowed: null or a folder")
     if drafter.source is not None and len(profile.train_seeds) > 1:
         raise InputError(
             f"train_seeds: found {shown(profile.train_seeds)}, allowed with drafter.source: one, as "
@@ -336,15 +342,15 @@ def local_paths() -> dict[str, Path]:
     found: dict[str, Path] = {}
     file = paths.ROOT / "local.yaml"
     if file.is_file():
-        for key, value in read_yaml(file).items():
+        for key, value in read_yaml(file, may_be_empty=True).items():
             if key not in ("target", "data"):
                 raise InputError(f"local.yaml: {key}: unknown setting, allowed: target, data")
-            if not isinstance(value, str):
+            if not isinstance(value, str) or not value.strip():
                 raise InputError(f"local.yaml: {key}: found {shown(value)}, allowed: a path")
-            found[key] = Path(value).expanduser()
+            found[key] = Path(os.path.expanduser(value))
     for key, variable in (("target", "VFLASH_TARGET"), ("data", "VFLASH_DATA")):
         if os.environ.get(variable):
-            found[key] = Path(os.environ[variable]).expanduser()
+            found[key] = Path(os.path.expanduser(os.environ[variable]))
     return found
 
 

@@ -6,6 +6,7 @@ cached by path, size and modification time, so planning a finished run takes a s
 """
 
 import ast
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -145,7 +146,11 @@ class FileDigests:
             return ABSENT
         key, status = str(path.resolve()), path.stat()
         known = self._known.get(key)
-        if known and known[:2] == [status.st_size, status.st_mtime_ns]:
+        if (
+            isinstance(known, list)
+            and len(known) == 3
+            and known[:2] == [status.st_size, status.st_mtime_ns]
+        ):
             return str(known[2])
         digest = sha256_of_file(path)
         self._known[key] = [status.st_size, status.st_mtime_ns, digest]
@@ -162,10 +167,11 @@ class FileDigests:
         return sha256_of_json({str(p.relative_to(path)): self.of_file(p) for p in files})
 
     def save(self) -> None:
-        """Keep what was computed; nothing is written when nothing is new."""
+        """Keep what was computed; a folder that cannot be written costs time, nothing else."""
         if self._changed:
-            write_json_atomic(self._store, self._known)
-            self._changed = False
+            with contextlib.suppress(OSError):
+                write_json_atomic(self._store, self._known)
+                self._changed = False
 
 
 def _hidden(path: Path, folder: Path) -> bool:

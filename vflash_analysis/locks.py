@@ -62,7 +62,8 @@ class FolderLock:
             owner = self._owner()
             if owner is None:
                 continue  # it vanished between the two looks
-            if owner.get("token") == os.environ.get(TOKEN_VARIABLE):
+            token = os.environ.get(TOKEN_VARIABLE)
+            if token and owner.get("token") == token:
                 return  # our own runner holds it for us
             if owner.get("host") != socket.gethostname() or is_alive(
                 int(owner.get("pid", 0)), owner.get("started")
@@ -98,12 +99,15 @@ class FolderLock:
         return True
 
     def _owner(self) -> dict[str, Any] | None:
+        """What the lock file says; None where there is none, empty when it says no such thing."""
         try:
-            return dict(json.loads(self.path.read_text()))
+            owner = json.loads(self.path.read_text())
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):
+        except ValueError:
             return {}
+        known = isinstance(owner, dict) and isinstance(owner.get("pid"), int)
+        return owner if known else {}
 
     def _remove_stale(self, token: str) -> None:
         """Move a dead process's lock away; of several that try, one succeeds."""

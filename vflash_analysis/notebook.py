@@ -27,6 +27,7 @@ from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import FolderLock
 from vflash_analysis.stages import STAGES, Shard
+from vflash_analysis.strict import convert
 
 STALE_VARIABLE = "VFLASH_KEEP_STALE"
 INJECTED = "# Parameters\n"  # how papermill begins the cell that holds what it was given
@@ -248,13 +249,19 @@ def open_stage(
     settings = config.load_profile(profile, overrides)
     if sorted(own) != sorted(stage.takes):
         raise InputError(f"{name}: found parameters {sorted(own)}, allowed: {sorted(stage.takes)}")
+    own = {key: convert(value, stages.OWN_PARAMETERS[key], key) for key, value in own.items()}
     for key in ("steps", "training_clips"):
         if own.get(key) == 0:
             own[key] = getattr(settings.training, key)
+    if own.get("training_clips", 0) > settings.clips.training_clips:
+        raise InputError(
+            f"training_clips: found {own['training_clips']}, allowed: at most clips.training_clips "
+            f"({settings.clips.training_clips})"
+        )
     shards = stages.plan(
         profile,
         overrides,
-        ablation=bool(own.get("ablation", False)),
+        ablation=own.get("ablation", False),
         keep_stale=os.environ.get(STALE_VARIABLE) == "1",
         more_drafters=[DrafterKey(**own)] if name == "drafter" else [],
     )

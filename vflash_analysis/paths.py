@@ -32,7 +32,7 @@ def find_root(start: Path | None = None, given: str | None = None) -> Path:
         InputError: `given` is not a checkout, or none was found.
     """
     if given:
-        folder = Path(given).expanduser().resolve()
+        folder = Path(os.path.expanduser(given)).resolve()
         if not is_checkout(folder):
             raise InputError(
                 f"VFLASH_ROOT: found {folder}, allowed: a folder with pyproject.toml and vflash_analysis/"
@@ -53,7 +53,7 @@ PROFILES = DATA / "profiles"
 TRACKED_RECORDS = DATA / "records" / "pocket"
 FIGURES = ROOT / "figures"
 TRACKED_FIGURES = FIGURES / "pocket"
-RUNS = Path(os.environ.get("VFLASH_RUNS") or ROOT / "runs").expanduser().resolve()
+RUNS = Path(os.path.expanduser(os.environ.get("VFLASH_RUNS") or ROOT / "runs")).resolve()
 NOTEBOOKS = ROOT / "notebooks"
 
 

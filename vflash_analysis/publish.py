@@ -9,7 +9,8 @@ tracked records, so that `make figures` gives the same bytes on any machine with
 from __future__ import annotations
 
 import shutil
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ import pandas as pd
 from vflash_analysis import paths, records, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, TRAINING
-from vflash_analysis.results.claims import write_claims
+from vflash_analysis.results.claims import readme_parts, write_claims
 from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.report import build_results
@@ -43,6 +44,7 @@ TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
 STAGES = ("target", "drafter", "decode")  # whose results are tracked
 TARGET_GATES = ("gates.csv", "kinds.csv")
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
+README = paths.ROOT / "README.md"
 RUNS_NAME = "runs.csv"
 PROVENANCE = ("run_id", "git_commit", "git_dirty", "device")  # of a shard's manifest
 
@@ -116,7 +118,8 @@ def with_tracked(found: Records, waiting: Sequence[Shard]) -> Records:
     """
     if not (paths.TRACKED_RECORDS / f"{ANCHORS.name}.parquet").is_file():
         return found
-    tracked = load_records([paths.TRACKED_RECORDS])
+    with _tracked_readable():
+        tracked = load_records([paths.TRACKED_RECORDS])
     names = {shard.name for shard in waiting}
     facts = drafter_facts(tracked).to_dict("records")
     kept = {fact["drafter_sha256"] for fact in facts if _drafter_name(fact) in names}
@@ -143,6 +146,29 @@ def _drafter_name(fact: Mapping[Hashable, Any]) -> str:
     return shard_name("drafter", {key: fact[key] for key in stages.STAGES["drafter"].takes})
 
 
+@contextmanager
+def _tracked_readable() -> Iterator[None]:
+    """Of a damaged or outdated tracked file the error also says what can be done."""
+    try:
+        yield
+    except InputError as error:
+        place = paths.relative_to_root(paths.TRACKED_RECORDS)
+        raise InputError(
+            f"publish: {error}; git restores {place}, or remove that folder to publish without the "
+            "drafters it keeps"
+        ) from None
+
+
+def _read_runs(path: Path) -> pd.DataFrame:
+    try:
+        found = pd.read_csv(path, dtype=str)
+    except ValueError as error:  # empty, no CSV, or no text
+        raise InputError(f"{path}: not readable as CSV: {error}") from None
+    if list(found.columns) != ["shard", *PROVENANCE]:
+        raise InputError(f"{path}: found columns {list(found.columns)}, allowed: those of publish")
+    return found
+
+
 def provenance(shards: Sequence[Shard], kept: Sequence[Shard]) -> pd.DataFrame:
     """Where each tracked shard comes from: shard, run_id, git_commit, git_dirty, device.
 
@@ -155,8 +181,9 @@ def provenance(shards: Sequence[Shard], kept: Sequence[Shard]) -> pd.DataFrame:
         manifest = records.read_json(shard.folder / records.MANIFEST_NAME)
         rows.append({"shard": shard.name} | {key: manifest[key] for key in PROVENANCE})
     path = paths.TRACKED_RECORDS / RUNS_NAME
-    if path.is_file():
-        before = pd.read_csv(path, dtype=str)
+    if path.is_file() and kept:
+        with _tracked_readable():
+            before = _read_runs(path)
         rows += before.loc[before["shard"].isin([s.name for s in kept])].to_dict("records")
     return pd.DataFrame(rows, columns=["shard", *PROVENANCE])
 
@@ -211,6 +238,11 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             raise InputError(f"publish: {shard.name} is not done: {reason}")
     waiting = [shard for shard in compared if not shard.done]
     taken = [*shards, *(shard for shard in compared if shard not in waiting)]
+    for shard in taken:
+        reason = records.why_not_done(shard.folder)  # every byte, as it will be tracked
+        if reason:
+            raise InputError(f"publish: {reason}; remove that folder and run again")
+    readme_parts(README)
     found = with_tracked(records_of(taken), waiting)
     frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
     frames["cycles"] = slim(frames["generations"], frames["cycles"])
@@ -243,4 +275,4 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             written.append(track_drafter(shard))
     written += build_results(n_samples=n_samples)
     speedups = read_tidy_csv(paths.TRACKED_FIGURES / "T1_speedup.csv")
-    return [*written, write_claims(paths.ROOT / "README.md", speedups, tracked_gates(n_samples))]
+    return [*written, write_claims(README, speedups, tracked_gates(n_samples))]

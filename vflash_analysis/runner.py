@@ -183,7 +183,7 @@ def lacking(shard: Shard) -> str:
     """What a finished shard did not give a result for, as "11 of 12 units"; empty if nothing."""
     if not shard.done:
         return ""
-    payload = records.read_json(shard.folder / records.DONE_NAME)["payload"]
+    payload = records.read_json(shard.folder / records.DONE_NAME).get("payload") or {}
     planned, done = payload.get("planned", 1), payload.get("done", 1)
     return f"{done} of {planned} units" if done < planned else ""
 
@@ -282,7 +282,11 @@ def run_plan(
                 outcomes.append(Outcome(shard.name, "skipped", 0.0, "; ".join(notes)))
                 continue
             missing = [name for name in shard.dependencies if name not in finished]
-            if missing:
+            if shard.done:
+                outcome = Outcome(shard.name, "skipped", 0.0, "done by another run meanwhile")
+                finished.add(shard.name)
+                line.skip(shard.name, outcome.reason)
+            elif missing:
                 outcome = Outcome(shard.name, "blocked", 0.0, f"needs {missing[0]}")
                 line.skip(shard.name, outcome.reason)
             else:

@@ -9,11 +9,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from vflash_analysis import config, environment, identity, paths, records
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
+from vflash_analysis.strict import Bounds
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,17 @@ class Stage:
     falls_back: bool = False
 
 
+# The types of what stages take beyond `profile` and `overrides`.
+_SEED = Annotated[int, Bounds(0, 2**63 - 1)]
+OWN_PARAMETERS: Mapping[str, Any] = {
+    "arm": str,
+    "train_seed": _SEED,
+    "steps": Annotated[int, Bounds(0, 10**9)],
+    "training_clips": Annotated[int, Bounds(0)],
+    "benchmark": str,
+    "sample_seed": _SEED,
+    "ablation": bool,
+}
 _READING = ("clips.num_frames", "clips.reader")
 _CLIP_LISTS = (
     "clips.source",
@@ -351,11 +363,27 @@ def plan(
     return shards
 
 
+# What decides where an input from outside the run lies.
+_DECIDED_BY = {
+    "target": "target.source or VFLASH_TARGET",
+    "drafter": "drafter.source",
+    "training_list": "clips.training_list",
+}
+
+
 def missing_inputs(shards: list[Shard]) -> list[str]:
-    """One line per input file that is not there, by the shard that needs it."""
-    return [
-        f"{shard.name}: input {name!r} is missing"
-        for shard in shards
-        for name, digest in shard.inputs.items()
-        if digest == identity.ABSENT
-    ]
+    """One line per input file that is not there: the shard, what decides it, and where it was sought."""
+    lines = []
+    for shard in shards:
+        absent = [name for name, digest in shard.inputs.items() if digest == identity.ABSENT]
+        if absent:
+            profile = config.load_profile(
+                shard.parameters["profile"], shard.parameters["overrides"]
+            )
+            places = dict(input_files(profile, STAGES[shard.stage]))
+            lines += [
+                f"{shard.name}: {_DECIDED_BY.get(name, name)}: found nothing at "
+                f"{paths.relative_to_root(places[name])}"
+                for name in absent
+            ]
+    return lines

@@ -52,8 +52,8 @@ def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose top level is a mapping.
+def read_yaml(path: Path, may_be_empty: bool = False) -> dict[str, Any]:
+    """Read a YAML file whose top level is a mapping; an empty file is one if `may_be_empty`.
 
     Raises:
         InputError: the file is missing, is not YAML, gives a key twice, or holds no mapping.
@@ -62,9 +62,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError:
         raise InputError(f"{paths.relative_to_root(path)}: no such file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise InputError(f"{paths.relative_to_root(path)}: not readable as YAML: {line}") from None
+    if loaded is None and may_be_empty:
+        return {}
     if not isinstance(loaded, dict):
         raise InputError(
             f"{paths.relative_to_root(path)}: found {shown(loaded)}, allowed: a mapping of settings"
@@ -102,11 +104,15 @@ def _allowed(kind: Any) -> str:
     return words.get(kind, "null" if kind is type(None) else "a mapping")
 
 
-def _convert(value: Any, kind: Any, name: str) -> Any:
-    """Check `value` against the type `kind`; lists become tuples, whole numbers become floats."""
+def convert(value: Any, kind: Any, name: str) -> Any:
+    """Check `value` against the type `kind`; lists become tuples, whole numbers become floats.
+
+    Raises:
+        InputError: it does not fit; the line begins with `name`.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        number = _convert(value, arguments[0], name)
+        number = convert(value, arguments[0], name)
         bounds: Bounds = arguments[1]
         if not bounds.low <= number <= bounds.high:
             raise InputError(f"{name}: found {shown(value)}, allowed: {bounds}")
@@ -117,7 +123,7 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         for part in arguments:
             try:
-                return _convert(value, part, name)
+                return convert(value, part, name)
             except InputError:
                 continue
         raise refusal
@@ -128,14 +134,17 @@ def _convert(value: Any, kind: Any, name: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list | tuple) or not value:
             raise refusal
-        items = tuple(_convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
+        items = tuple(convert(item, arguments[0], f"{name}[{i}]") for i, item in enumerate(value))
         if len(set(items)) != len(items):
             raise InputError(f"{name}: found {shown(value)}, allowed: each item once")
         return items
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         if value != value or value in (float("inf"), float("-inf")):
             raise InputError(f"{name}: found {value}, allowed: a finite number")
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise InputError(f"{name}: found {shown(value)}, allowed: a finite number") from None
     if kind in (int, bool, str, type(None)) and type(value) is kind:
         return value
     raise refusal
@@ -162,7 +171,7 @@ def build(kind: type, values: Any, name: str = "") -> Any:
     for key, hint in hints.items():
         if key not in values:
             raise InputError(f"{prefix}{key}: missing, allowed: {_allowed(hint)}")
-    return kind(**{k: _convert(values[k], hint, f"{prefix}{k}") for k, hint in hints.items()})
+    return kind(**{k: convert(values[k], hint, f"{prefix}{k}") for k, hint in hints.items()})
 
 
 def parse_override(text: str) -> tuple[str, Any]:
@@ -176,13 +185,16 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise InputError(f"--set: found {text!r}, allowed: name=value, as in training.steps=300")
     try:
         return name.strip(), json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or a number too long or a list too deep for it
         pass
-    if value[:1] in "[{":  # a list of bare words, [VDC, MLVU], which is YAML but not JSON
+    if value.startswith(
+        ("[", "{")
+    ):  # a list of bare words, [VDC, MLVU], which is YAML but not JSON
         try:
             return name.strip(), yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InputError(f"{name.strip()}: found {value!r}, allowed: a JSON value") from None
+        except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2026-13-45 is no date
+            told = value if len(value) <= 60 else value[:57] + "..."
+            raise InputError(f"{name.strip()}: found {told!r}, allowed: a JSON value") from None
     return name.strip(), value
 
 

@@ -77,7 +77,7 @@ def test_tracked_rows_may_stand_beside_a_run_of_the_tracked_settings_only(
 ):
     write_records(tmp_path / "generations.parquet", [generation_row("ar", "a")], GENERATIONS)
     assert not load_records([tmp_path]).as_tracked
-    told = {"profile": profile, "parameters": {"overrides": overrides}}
+    told = {"parameters": {"profile": profile, "overrides": overrides}}
     (tmp_path / "manifest.json").write_text(json.dumps(told))
     assert load_records([tmp_path]).as_tracked is expected
     monkeypatch.setattr(sources, "TRACKED_RECORDS", tmp_path)

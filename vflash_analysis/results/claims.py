@@ -91,16 +91,21 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
     return "\n".join([*lines, "", told, "", *_gate_lines(gates)])
 
 
-def write_claims(readme: Path, frame: pd.DataFrame, gates: pd.DataFrame) -> Path:
-    """Replace what stands between START and END in the README.
+def readme_parts(readme: Path) -> tuple[str, str]:
+    """What stands before START and after END in the README.
 
     Raises:
-        InputError: the README lacks one of the two lines.
+        InputError: it lacks one of the two lines.
     """
-    text = readme.read_text(encoding="utf-8")
-    before, start, rest = text.partition(START)
+    before, start, rest = readme.read_text(encoding="utf-8").partition(START)
     _, end, after = rest.partition(END)
     if not start or not end:
         raise InputError(f"{readme.name}: found no lines {START} and {END}")
+    return before, after
+
+
+def write_claims(readme: Path, frame: pd.DataFrame, gates: pd.DataFrame) -> Path:
+    """Replace what stands between START and END in the README; errors as in `readme_parts`."""
+    before, after = readme_parts(readme)
     write_text_atomic(readme, f"{before}{START}\n{claims(frame, gates)}\n{END}{after}")
     return readme

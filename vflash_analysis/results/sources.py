@@ -7,6 +7,7 @@ Without a run the tracked pocket records stand in, and everything drawn from the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,9 +64,15 @@ def _read_all(folders: Sequence[Path], schema: Schema) -> pd.DataFrame:
 
 
 def _read(path: Path, schema: Schema) -> pd.DataFrame:
-    """A table's records; of a run's damaged file the error also says how to make it anew."""
-    try:
+    with _making_anew(path):
         return read_records(path, schema)
+
+
+@contextmanager
+def _making_anew(path: Path) -> Iterator[None]:
+    """Of a shard's damaged file the error also says how to make it anew."""
+    try:
+        yield
     except InputError as error:
         if not (path.parent / DONE_NAME).is_file():
             raise
@@ -108,11 +115,13 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
 
 def _as_tracked(folder: Path) -> bool:
     """Whether a shard's folder holds results of the tracked profile with its own settings."""
-    if not (folder / MANIFEST_NAME).is_file():
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
         return False
-    manifest = read_json(folder / MANIFEST_NAME)
-    changed = set(manifest["parameters"]["overrides"]) - {"clips.clips_per_suite"}  # --all
-    return manifest["profile"] == TRACKED_PROFILE and not changed
+    with _making_anew(path):
+        parameters = read_json(path).get("parameters", {})
+    changed = set(parameters.get("overrides", {})) - {"clips.clips_per_suite"}  # --all
+    return parameters.get("profile") == TRACKED_PROFILE and not changed
 
 
 def records_from_frames(
