@@ -65,7 +65,9 @@ check: $(FULL)
 
 lab: $(FULL)
 	$(BIN)/nbstripout --install --attributes .git/info/attributes
-	$(BIN)/jupyter lab notebooks/00_check_environment.ipynb
+	$(BIN)/jupyter lab --ServerApp.root_dir=. \
+	  --LabApp.default_url=/lab/tree/notebooks/00_check_environment.ipynb \
+	  $(if $(filter 0,$(shell id -u)),--allow-root)
 
 figures: $(BASE)
 	$(BIN)/vflash figures

@@ -374,3 +374,10 @@ def test_case_134_a_heatmap_writes_every_number():
     # guards the versions in pyproject: an old seaborn with this matplotlib labels one row only
     axis = sns.heatmap(np.arange(12.0).reshape(3, 4), annot=True, cbar=False)
     assert len(axis.texts) == 12
+
+
+def test_panels_stand_at_rounded_places(speed, arms):
+    """The layout solver's last bits differ from process to process; bytes of files must not."""
+    for figure, _ in (speedup_figure(speed), objectives_figure(arms)):
+        bounds = [edge for axis in figure.axes for edge in axis.get_position(original=True).bounds]
+        assert all(edge == pytest.approx(round(edge, 6), abs=1e-12) for edge in bounds)

@@ -176,7 +176,7 @@ def test_t3_has_every_arm_budget_and_quantity(records, boot):
     )
     assert (kept["value"], kept["n"]) == (0.97, 400)
     assert "paired difference (tokens): self reveal minus" in markdown(table)
-    assert "decoded chain" in table.caption and "Stored" not in table.caption
+    assert "decoded chain" in table.caption and "stored" not in table.caption
 
 
 def test_t3_times_only_the_drafters_that_decode(records, boot):
@@ -202,31 +202,39 @@ def tracked(known, tmp_path, monkeypatch):
     return known
 
 
-def test_a_run_shows_stored_cells_where_it_computed_none(tracked):
+def test_stored_rows_stand_beside_those_of_a_run_and_are_never_mixed(tracked):
     frame = known_anchors()
     own = frame.loc[(frame["objective"] == "mask_only") & (frame["train_seed"] == 1)]
     table = objectives_table(dataclasses.replace(anchors_only(own), as_tracked=True), FEW)
-    lengths = table.frame.loc[table.frame["quantity"] == "anchor_accepted_length"]
-    rows = lengths.set_index(["objective", "setting"])
-    assert rows.loc[("mask_only", CELL), ["value", "status"]].tolist() == [4, "measured"]
-    assert rows.loc[("self_reveal", CELL), ["value", "status"]].tolist() == [6.25, "stored"]
-    assert rows.loc[("mask_only", f"{CELL};seed=2"), "status"] == "stored"
-    assert len(rows) == len(tracked.loc[tracked["quantity"] == "anchor_accepted_length"])
-    difference = pick(table.frame, quantity="paired_difference_t")
-    assert (difference["value"], difference["status"]) == (1.75, "stored")
+    stored = table.frame.loc[table.frame["status"] == "stored"]
+    assert len(stored) == len(tracked) and len(table.frame) > len(stored)
+    keys = {"quantity": "anchor_accepted_length", "objective": "mask_only", "setting": CELL}
+    assert pick(table.frame, **keys, status="measured")["value"] == 4
+    assert pick(table.frame, **keys, status="stored")["value"] == np.mean([3, 5, 4, 6])
     text = markdown(table)
-    assert "Stored: from the tracked records" in text and "(n 4), stored |" in text
+    assert "Rows marked stored: the tracked records, not this run" in text
+    assert f"| {CELL} | 4.00" in text and f"| {CELL} (stored) | 4.50" in text
     figure, drawn = objectives_figure(table.frame)
     assert set(drawn["status"]) == {"measured", "stored"}
-    assert "Hollow: stored" in figure.texts[-1].get_text().replace("\n", " ")
+    assert "Hollow: the tracked records" in figure.texts[-1].get_text().replace("\n", " ")
 
 
-def test_stored_cells_stand_beside_no_run_of_other_settings(tracked):
+def test_stored_rows_stand_beside_no_run_of_other_settings(tracked):
     whole = anchors_only(known_anchors())
     assert not whole.as_tracked
     assert set(objectives_table(whole, FEW).frame["status"]) == {"measured"}
-    own = dataclasses.replace(whole, as_tracked=True)  # a run that has every cell
-    assert set(objectives_table(own, FEW).frame["status"]) == {"measured"}
+
+
+def test_t3_rows_are_in_the_order_of_their_numbers():
+    rows = []
+    for steps, clips in ((1100, 1600), (275, 1600), (275, 150)):
+        columns = drafter_columns("mask_only", 1, steps, clips)
+        own = known_anchors().iloc[:1].assign(**{k: [v] for k, v in columns.items()})
+        rows += [own.assign(setting=asked) for asked in ("", "rounds=2", "context=zeroed")]
+    (section, *_) = objectives_table(anchors_only(pd.concat(rows)), FEW).sections
+    sizes = ["clips=150;steps=275", "clips=1600;steps=275", "clips=1600;steps=1100"]
+    asked = ("", ";context=zeroed", ";rounds=2")
+    assert [row[0] for row in section.body] == [size + one for one in asked for size in sizes]
 
 
 def test_a_table_of_stored_rows_alone_does_not_say_so_in_every_cell():
@@ -235,7 +243,7 @@ def test_a_table_of_stored_rows_alone_does_not_say_so_in_every_cell():
     both = anchors_only(pd.concat([known_anchors(), rising]))
     table = objectives_table(dataclasses.replace(both, status="stored"), FEW)
     assert set(table.frame["status"]) == {"stored", "missing"}  # missing: the plateaus
-    assert ", stored" not in markdown(table)
+    assert "(stored)" not in markdown(table)
 
 
 def test_a_plateau_needs_a_doubling_of_the_budget():

@@ -28,7 +28,6 @@ from vflash_analysis.results.sources import (
 )
 from vflash_analysis.results.tidy import (
     ARM_ORDER,
-    KEYS,
     MEASURED,
     MISSING,
     STORED,
@@ -275,25 +274,23 @@ def objectives_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
     return rows
 
 
-def stored_rows(item: str, records: Records, found: pd.DataFrame) -> pd.DataFrame:
-    """The tracked table's rows that a run of the same settings did not compute, marked as stored."""
+def stored_rows(item: str, records: Records) -> pd.DataFrame:
+    """The tracked table's rows, marked as stored, to stand beside those of a run of its settings."""
     drawn = TRACKED_FIGURES / f"{item}.csv"
     if not (records.as_tracked and drawn.is_file()):
-        return found.iloc[:0]
+        return tidy([])
     stored = read_tidy_csv(drawn)
-    known = pd.MultiIndex.from_frame(found[list(KEYS)])
-    new = ~pd.MultiIndex.from_frame(stored[list(KEYS)]).isin(known)
-    return stored.loc[new & (stored["status"] != MISSING)]
+    return stored.loc[stored["status"] != MISSING]
 
 
 def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
     """T3: all arms against compute: accepted length at anchors and decoded, paired differences.
 
-    A run's own rows come first; what it did not compute is taken from the tracked table.
+    A run's own rows come first, then those of the tracked table, of other training seeds.
     """
     item = "T3_objectives"
     own = tidy(objectives_rows(item, records, boot))
-    stored = stored_rows(item, records, own)
+    stored = stored_rows(item, records)
     frame = checked(pd.concat([own, stored], ignore_index=True)) if len(stored) else own
     told = ["Accepted length of every training arm by data size and budget"]
     told += ["at every full-block anchor of fixed AR texts (n: anchors over all training seeds)"]
@@ -308,7 +305,7 @@ def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> T
         "over seeds (n: seeds). Wrong corrected, right kept: in the last training batches logged "
         "(n: slots). Anchor values do not depend on a device; training time is of the drafters "
         "that decode."
-        + (" Stored: from the tracked records, not of this run." if len(stored) else "")
+        + (" Rows marked stored: the tracked records, not this run." if len(stored) else "")
     )
     return Table(item, "T3 Training objectives against compute", caption, frame, _sections(frame))
 
@@ -318,11 +315,12 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     pooled = frame.loc[["seed" not in key for key in keys]]
     pooled = pooled.assign(minus=[parse_setting(t).get("minus", "") for t in pooled["setting"]])
     pooled["cell"] = [t.split(";minus=")[0] for t in pooled["setting"]]
-    mixed = set(pooled["status"]) >= {MEASURED, STORED}
-
-    def cell(row: pd.Series) -> str:
-        return cell_text(row) + (", stored" if mixed and row["status"] == STORED else "")
-
+    places = [_place(cell) for cell in pooled["cell"]]
+    pooled = pooled.iloc[sorted(range(len(places)), key=places.__getitem__)]
+    if set(pooled["status"]) >= {MEASURED, STORED}:
+        kept = pooled["status"] == STORED
+        marked = pooled.loc[kept].assign(cell=pooled.loc[kept, "cell"] + " (stored)")
+        pooled = pd.concat([pooled.loc[~kept], marked])
     sections = []
     quantities = ("anchor_accepted_length", "plateau", "accepted_length", "masked_slot_accuracy",
                   "wrong_corrected", "right_kept", "forward_equivalents", "train_s")  # fmt: skip
@@ -331,21 +329,26 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
         if own.empty:
             continue
         arms = in_order(own["objective"], ARM_ORDER)
-        sections.append(_section(own, titled(own), "objective", arms, cell))
+        sections.append(_section(own, titled(own), "objective", arms))
     for quantity in ("paired_difference", "paired_difference_t"):
         own = pooled.loc[pooled["quantity"] == quantity]
         if own.empty:
             continue
         arms = in_order(own["minus"], ARM_ORDER)
-        title = f"{titled(own)}: self reveal minus"
-        sections.append(_section(own, title, "minus", arms, cell))
+        sections.append(_section(own, f"{titled(own)}: self reveal minus", "minus", arms))
     return tuple(sections)
 
 
-def _section(
-    own: pd.DataFrame, title: str, column: str, arms: list[str], cell: Callable[[pd.Series], str]
-) -> Section:
+def _place(cell: str) -> tuple[list[str], list[int]]:
+    """Where a setting stands: by what is asked beside it, then by data size, budget and number."""
+    keys = parse_setting(cell)
+    numbers = [int(keys.pop(key, 0)) for key in ("clips", "steps")]
+    numbers += [int(value) for value in keys.values() if value.isdigit()]
+    return [key if value.isdigit() else f"{key}={value}" for key, value in keys.items()], numbers
+
+
+def _section(own: pd.DataFrame, title: str, column: str, arms: list[str]) -> Section:
     """Settings down, arms across; method and device only where some row has one."""
     names = [("cell", "setting")]
     names += [(key, key) for key in ("method", "device") if (own[key] != "").any()]
-    return pivot(own, title, names, column, arms, cell)
+    return pivot(own, title, names, column, arms, cell_text)

@@ -175,7 +175,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
         "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
         f"gained at most 2 %). Decoded on {devices_text(lengths)}."
-        + (" Hollow: stored, from the tracked records." if mixed else "")
+        + (" Hollow: the tracked records, not this run." if mixed else "")
         + (f" No data: {'; '.join(absent)}." if absent else "")
     )
     finish(figure, "Training objectives against compute", caption)
@@ -188,7 +188,7 @@ def _seeds_text(frame: pd.DataFrame, quantities: Sequence[str]) -> str:
     keyed = _with_keys(frame, "seed", "minus", "clips", "steps")
     own = keyed.loc[(keyed["seed"] != "") & keyed["quantity"].isin(quantities)]
     own = own.loc[own["minus"] == ""]
-    point = ["quantity", "device", "objective", "clips", "steps"]
+    point = ["quantity", "device", "status", "objective", "clips", "steps"]
     return span_text(own.groupby(point)["seed"].nunique())
 
 
@@ -213,29 +213,31 @@ def _draw_compute_lines(
     keys = zip(rows["objective"], rows["clips"], rows["steps"], strict=True)
     rows = rows.assign(x=[compute.get(key, math.nan) for key in keys]).dropna(subset=["x"])
     for arm in arms:
-        own = rows.loc[rows["objective"] == arm].sort_values("x")
-        if own.empty:
+        ours = rows.loc[rows["objective"] == arm]
+        if ours.empty:
             continue
-        beside = set(rows.loc[rows["x"].isin(own["x"]), "objective"])  # equal compute, itself too
+        beside = set(rows.loc[rows["x"].isin(ours["x"]), "objective"])  # equal compute, itself too
         place = [one for one in arms if one in beside].index(arm)
         aside = 2 ** (0.05 * (place - (len(beside) - 1) / 2))
-        at = own["x"].to_numpy(dtype=float) * aside
-        value, low, high = (own[name].to_numpy(dtype=float) for name in ("value", "low", "high"))
         tone, front = colour(arm), 4 if arm == FLOW_ARM else 3
-        axis.errorbar(
-            at, value, yerr=error_bar(value, low, high), color=tone, elinewidth=0.9,
-            linewidth=1.6, zorder=front,
-        )  # fmt: skip
-        for status, inside in ((STORED, "white" if mixed else tone), (MEASURED, tone)):
-            there = own["status"].to_numpy() == status
-            axis.plot(
-                at[there], value[there], linestyle="", marker=marker(arm), color=tone,
-                markerfacecolor=inside, zorder=front + 0.5,
+        for status in (STORED, MEASURED):  # never one line of both
+            own = ours.loc[ours["status"] == status].sort_values("x")
+            if own.empty:
+                continue
+            at = own["x"].to_numpy(dtype=float) * aside
+            value, low, high = (
+                own[name].to_numpy(dtype=float) for name in ("value", "low", "high")
+            )
+            axis.errorbar(
+                at, value, yerr=error_bar(value, low, high), color=tone, elinewidth=0.9,
+                linewidth=1.6, zorder=front, marker=marker(arm),
+                markerfacecolor="white" if mixed and status == STORED else tone,
             )  # fmt: skip
-        ends[arm] = (float(at[-1]), float(value[-1]))
+            if arm not in ends or at[-1] >= ends[arm][0]:
+                ends[arm] = (float(at[-1]), float(value[-1]))
         if arm in level:
+            start = float(ours["x"].sort_values().iloc[max(0, len(ours) - 2)]) * aside
             ends[arm] = (edge, level[arm])
-            start = at[max(0, len(at) - 2)]
             axis.plot(
                 [start, edge], [level[arm]] * 2, color=tone, linestyle=(0, (2, 1.5)), linewidth=1
             )
