@@ -233,14 +233,14 @@ def figures(
     from vflash_analysis.results.report import build_results
 
     overrides = _overrides(set_)
-    if publish and (profile != "pocket" or overrides or keep_stale):
+    if publish and (profile != config.TRACKED_PROFILE or overrides or keep_stale):
         raise InputError("--publish: allowed with --profile pocket, without --set and --keep-stale")
-    samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
+    samples = config.load_profile(profile or config.TRACKED_PROFILE, overrides).bootstrap_samples
     code = 0
     if publish:
-        shards = stages.plan("pocket", all_clips=all_clips)
+        shards = stages.plan(config.TRACKED_PROFILE, all_clips=all_clips)
         planned = {shard.name for shard in shards}
-        whole = stages.plan("pocket", ablation=True, all_clips=all_clips)
+        whole = stages.plan(config.TRACKED_PROFILE, ablation=True, all_clips=all_clips)
         written = publish_run(shards, [s for s in whole if s.name not in planned], samples)
     else:
         found = _records(profile, overrides, ablation, all_clips, keep_stale)
@@ -268,7 +268,7 @@ def report(
     from vflash_analysis.stats import Bootstrap
 
     overrides = _overrides(set_)
-    samples = config.load_profile(profile or "pocket", overrides).bootstrap_samples
+    samples = config.load_profile(profile or config.TRACKED_PROFILE, overrides).bootstrap_samples
     found = _records(profile, overrides, ablation, all_clips, keep_stale)
     made = make_table(table, found, Bootstrap(n_samples=samples))
     Console().print(Text(made.title, style="bold"), Text(made.caption), sep="\n")

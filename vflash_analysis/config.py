@@ -347,10 +347,10 @@ def local_paths() -> dict[str, Path]:
                 raise InputError(f"local.yaml: {key}: unknown setting, allowed: target, data")
             if not isinstance(value, str) or not value.strip():
                 raise InputError(f"local.yaml: {key}: found {shown(value)}, allowed: a path")
-            found[key] = Path(os.path.expanduser(value))
+            found[key] = paths.expanded(value)
     for key, variable in (("target", "VFLASH_TARGET"), ("data", "VFLASH_DATA")):
         if os.environ.get(variable):
-            found[key] = Path(os.path.expanduser(os.environ[variable]))
+            found[key] = paths.expanded(os.environ[variable])
     return found
 
 

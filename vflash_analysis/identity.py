@@ -136,9 +136,10 @@ class FileDigests:
         self._changed = False
         if store.is_file():
             try:
-                self._known = dict(read_json(store))
+                kept = dict(read_json(store)).items()
+                self._known = {k: v for k, v in kept if isinstance(v, list) and len(v) == 3}
             except (InputError, TypeError, ValueError):
-                self._known = {}  # a damaged cache costs time, nothing else
+                pass  # a damaged cache costs time, nothing else
 
     def of_file(self, path: Path) -> str:
         """Digest of a file's bytes; "absent" where there is none."""
@@ -146,11 +147,7 @@ class FileDigests:
             return ABSENT
         key, status = str(path.resolve()), path.stat()
         known = self._known.get(key)
-        if (
-            isinstance(known, list)
-            and len(known) == 3
-            and known[:2] == [status.st_size, status.st_mtime_ns]
-        ):
+        if known and known[:2] == [status.st_size, status.st_mtime_ns]:
             return str(known[2])
         digest = sha256_of_file(path)
         self._known[key] = [status.st_size, status.st_mtime_ns, digest]

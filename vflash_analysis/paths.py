@@ -18,6 +18,11 @@ def is_checkout(folder: Path) -> bool:
     return (folder / "pyproject.toml").is_file() and (folder / "vflash_analysis").is_dir()
 
 
+def expanded(text: str) -> Path:
+    """A path with `~` put in full; that of an unknown user stays as it is, where `Path` would raise."""
+    return Path(os.path.expanduser(text))
+
+
 def find_root(start: Path | None = None, given: str | None = None) -> Path:
     """Find the checkout.
 
@@ -32,7 +37,7 @@ def find_root(start: Path | None = None, given: str | None = None) -> Path:
         InputError: `given` is not a checkout, or none was found.
     """
     if given:
-        folder = Path(os.path.expanduser(given)).resolve()
+        folder = expanded(given).resolve()
         if not is_checkout(folder):
             raise InputError(
                 f"VFLASH_ROOT: found {folder}, allowed: a folder with pyproject.toml and vflash_analysis/"
@@ -53,7 +58,7 @@ PROFILES = DATA / "profiles"
 TRACKED_RECORDS = DATA / "records" / "pocket"
 FIGURES = ROOT / "figures"
 TRACKED_FIGURES = FIGURES / "pocket"
-RUNS = Path(os.path.expanduser(os.environ.get("VFLASH_RUNS") or ROOT / "runs")).resolve()
+RUNS = expanded(os.environ.get("VFLASH_RUNS") or str(ROOT / "runs")).resolve()
 NOTEBOOKS = ROOT / "notebooks"
 
 

@@ -31,6 +31,7 @@ from vflash_analysis.results.sources import (
     drafter_facts,
     final_drafters,
     load_records,
+    that_decode,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
 from vflash_analysis.stages import Shard, shard_name
@@ -101,7 +102,7 @@ def slim_training(found: Records) -> pd.DataFrame:
     the last logged step (T3).
     """
     log = found.training
-    decode = log["drafter_sha256"].isin(set(found.generations["drafter_sha256"]))
+    decode = log["drafter_sha256"].isin(that_decode(found))
     last = log["step"] == log.groupby(["drafter_sha256", "setting"])["step"].transform("max")
     return log.loc[decode | (log["setting"] == VALIDATION) | last]
 

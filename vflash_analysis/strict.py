@@ -187,14 +187,13 @@ def parse_override(text: str) -> tuple[str, Any]:
         return name.strip(), json.loads(value)
     except (ValueError, RecursionError):  # no JSON, or a number too long or a list too deep for it
         pass
-    if value.startswith(
-        ("[", "{")
-    ):  # a list of bare words, [VDC, MLVU], which is YAML but not JSON
+    if value.startswith(("[", "{")):  # bare words in a list, [VDC, MLVU]: YAML but not JSON
         try:
             return name.strip(), yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: 2026-13-45 is no date
-            told = value if len(value) <= 60 else value[:57] + "..."
-            raise InputError(f"{name.strip()}: found {told!r}, allowed: a JSON value") from None
+            raise InputError(
+                f"{name.strip()}: found {shown(value)}, allowed: a JSON value"
+            ) from None
     return name.strip(), value
 
 

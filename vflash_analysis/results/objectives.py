@@ -25,6 +25,7 @@ from vflash_analysis.results.sources import (
     compared_drafters,
     decode_groups,
     drafter_facts,
+    that_decode,
 )
 from vflash_analysis.results.tidy import (
     ARM_ORDER,
@@ -215,7 +216,7 @@ def _compute_rows(item: str, records: Records, facts: pd.DataFrame) -> list[Row]
             if weights.sum() > 0:
                 mean = float(np.average(values, weights=weights))
                 rows.append(row(share, mean, "share", int(weights.sum())))
-    decode = last["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))
+    decode = last["drafter_sha256"].isin(that_decode(records))
     for (device, clips, steps, arm), own in grouped(last.loc[decode], ["device", *keys]):
         origin = Origin(item, str(device), records.status, records.source)
         row = partial(
@@ -267,9 +268,10 @@ def objectives_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
             rows += _cell_rows(origin, "anchor_accepted_length", by_arm, boot, setting)
         rows += _plateau_rows(origin, rows)
         rows += _variant_rows(item, records, compared, boot)
+    facts = drafter_facts(records)
     for group in decode_groups(records):
         origin = group.origin(item, records)
-        for setting, by_arm in _decoded_cells(group, drafter_facts(records)):
+        for setting, by_arm in _decoded_cells(group, facts):
             rows += _cell_rows(origin, "accepted_length", by_arm, boot, setting, "chain")
     return rows
 
@@ -292,12 +294,12 @@ def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> T
     own = tidy(objectives_rows(item, records, boot))
     stored = stored_rows(item, records)
     frame = checked(pd.concat([own, stored], ignore_index=True)) if len(stored) else own
-    told = ["Accepted length of every training arm by data size and budget"]
-    told += ["at every full-block anchor of fixed AR texts (n: anchors over all training seeds)"]
+    decoded = ""
     if (frame["quantity"] == "accepted_length").any():
-        told[-1] += ", and tau of the decoded chain (n: decodes) on the device named in its row"
+        decoded = ", and tau of the decoded chain (n: decodes) on the device named in its row"
     caption = (
-        f"{', '.join(told)}. Differences are self reveal minus the named arm on the same anchors, "
+        "Accepted length of every training arm by data size and budget, at every full-block anchor "
+        f"of fixed AR texts (n: anchors over all training seeds){decoded}. Differences are self reveal minus the named arm on the same anchors, "
         f"seeds and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
         "seed-paired means (n: seeds). Drafters that decode, on whose seed the settings were "
         "chosen, are left out of a cell that has other seeds. Plateau: mean of the last two "

@@ -184,6 +184,11 @@ def drafter_facts(records: Records) -> pd.DataFrame:
     return facts.assign(arm=arm_names(facts))
 
 
+def that_decode(records: Records) -> set[str]:
+    """drafter_sha256 of the drafters that decoded, with "" if something did without one."""
+    return set(records.generations["drafter_sha256"])
+
+
 def compared_drafters(records: Records) -> pd.DataFrame:
     """The drafters by which arms are compared; columns as in `drafter_facts`.
 
@@ -191,7 +196,7 @@ def compared_drafters(records: Records) -> pd.DataFrame:
     decode are left out: the settings were chosen on them.
     """
     facts = drafter_facts(records)
-    decode = facts["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))
+    decode = facts["drafter_sha256"].isin(that_decode(records))
     cell = [facts[key] for key in ("arm", "training_clips", "steps")]
     all_decode = decode.groupby(cell).transform("all").astype(bool)
     return facts.loc[~decode | all_decode]
@@ -207,7 +212,7 @@ def final_drafters(records: Records) -> pd.DataFrame:
     facts = drafter_facts(records)
     if facts.empty:
         return facts
-    decoded = facts.loc[facts["drafter_sha256"].isin(set(records.generations["drafter_sha256"]))]
+    decoded = facts.loc[facts["drafter_sha256"].isin(that_decode(records))]
     main = _largest(facts if decoded.empty else decoded)
     kept = []
     for _, arm in grouped(facts, ["arm"]):

@@ -84,10 +84,9 @@ def places(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     pairs = list(zip(frame["device"], frame["source"], strict=True))
     found = list(dict.fromkeys(pair for pair in pairs if pair[0]))
     letters = dict(zip(found, string.ascii_uppercase[: len(found)], strict=True))
-    told = "; ".join(f"{letter}: {', '.join(pair)}" for pair, letter in letters.items())
-    return frame.assign(
-        where=[letters.get(p, "") for p in pairs]
-    ), f"Where: {told}." if told else ""
+    names = "; ".join(f"{letter}: {', '.join(pair)}" for pair, letter in letters.items())
+    told = f"Where: {names}." if names else ""
+    return frame.assign(where=[letters.get(pair, "") for pair in pairs]), told
 
 
 def titled(rows: pd.DataFrame) -> str:
