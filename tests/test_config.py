@@ -90,6 +90,10 @@ GROUP = {"arms": ["mask_only"], "budgets": [1], "training_clips": [4], "train_se
             "ablation[0].training_clips: found 1000000, allowed: at most",
         ),
         ({"decode.methods": ["chain"]}, 'decode.methods: found list ["chain"]'),
+        (
+            {"decode.methods": ["ar", "chian:rounds=2"]},
+            "decode.methods: found 'chian:rounds=2', all",
+        ),
         ({"drafter.context": 1.5}, "drafter.context: found 1.5, allowed: 0 to 1"),
         ({"drafter.context": "some"}, 'drafter.context: found text "some"'),
         ({"clips.clips_per_suite": 99}, "clips.clips_per_suite: found 99, allowed: at most"),

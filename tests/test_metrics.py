@@ -280,6 +280,15 @@ def test_the_predicted_speedup_and_the_share_of_other_time():
     assert value_of(metrics.cycle_ms_parts(frame, "verify_s"), ratio) == pytest.approx(10)
 
 
+def test_a_missing_time_of_one_repeat_is_missing_in_the_sum():
+    chain = [decode("chain", "a", 5, 2, 0.1, repeat=r) for r in range(2)]
+    chain[1]["vision_s"] = None
+    rows = usable(generations(decode("ar", "a", 5, 4, 0.1), *chain))
+    pairs = pair_clips(rows.loc[rows["method"] == "ar"], rows.loc[rows["method"] == "chain"])
+    assert pairs["decode_s_b"].tolist() == pytest.approx([0.2])
+    assert pairs["total_s_a"].notna().all() and pairs["total_s_b"].isna().all()
+
+
 def test_tokens_in_no_time_are_refused():
     rows = usable(generations(decode("ar", "a", 5, 4, 0.1), decode("chain", "a", 5, 2, 0.0)))
     with pytest.raises(InputError, match="clip a: tokens were decoded in 0 seconds"):

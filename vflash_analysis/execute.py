@@ -168,6 +168,8 @@ def _end_with_parent(parent: int) -> None:
 
 def main(path: str) -> None:
     """Answer one request file."""
+    # A checker of web addresses that takes papermill's imports from 0.6 s to 1.7; none is checked.
+    sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     request = json.loads(Path(path).read_text(encoding="utf-8"))
     folder, held = Path(request["folder"]), False

@@ -315,7 +315,8 @@ def pair_clips(baseline: pd.DataFrame, method: pd.DataFrame) -> pd.DataFrame:
     """One row per clip and sample seed that both sides decoded, repeats and training seeds summed.
 
     Columns: benchmark, video, clip_id, sample_seed and, with suffixes _a (baseline) and _b
-    (method), decode_s, total_s (end to end), tokens (new_tokens - 1, summed).
+    (method), decode_s, total_s (end to end), tokens (new_tokens - 1, summed); nan where one of the
+    summed values is missing.
 
     Raises:
         InputError: the two sides differ in device, dtype, reader, template or target.
@@ -328,8 +329,9 @@ def pair_clips(baseline: pd.DataFrame, method: pd.DataFrame) -> pd.DataFrame:
             total_s=end_to_end_s(rows),
             tokens=rows["new_tokens"].astype(float) - 1,
         )
-        totals = sums.groupby(_PAIR_KEYS, observed=True, dropna=False).sum(min_count=1)
-        sides.append(totals.add_suffix(suffix))
+        clips = sums.groupby(_PAIR_KEYS, observed=True, dropna=False)
+        whole = clips.count().eq(clips.size(), axis=0)  # one missing repeat: the sum is missing
+        sides.append(clips.sum().where(whole).add_suffix(suffix))
     pairs = sides[0].join(sides[1], how="inner").reset_index()
     untimed = pairs.loc[(pairs["tokens_b"] > 0) & (pairs["decode_s_b"] <= 0)]
     if not untimed.empty:

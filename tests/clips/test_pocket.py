@@ -1,6 +1,8 @@
 """Generated scenes: splits share nothing, files are what the scene says, texts tell what is shown."""
 
 import itertools
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,6 +109,16 @@ def test_files_read_back_as_the_scene(tmp_path):
             pixel = frames[0, int(y * height), int(x * width)].astype(int)
             assert np.abs(pixel - pocket.COLOURS[shape.colour]).max() < 45, (clip.clip_id, pixel)
             assert clip.reference == wording.answer(scene)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"no video"])
+def test_a_damaged_file_is_written_again(tmp_path, damage):
+    first = pocket.make_split("suites", 1, tmp_path)
+    path = Path(first[0].path)
+    kept = {clip.path: os.stat(clip.path).st_mtime_ns for clip in first[1:]}
+    path.write_bytes(damage(path.read_bytes()))
+    assert pocket.make_split("suites", 1, tmp_path) == first  # the digest of the file included
+    assert {name: os.stat(name).st_mtime_ns for name in kept} == kept
 
 
 @pytest.mark.parametrize("family", pocket.FAMILIES)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.decoding.scripted import SETTINGS, Bench
+from vflash_analysis import schemas
 from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.methods import METHODS, build_method, parse_method
 from vflash_analysis.decoding.methods.block import reveal_most_confident
@@ -19,6 +20,10 @@ from vflash_analysis.errors import InputError
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     return Bench.make(seed=5)
+
+
+def test_the_methods_are_those_that_settings_may_name():
+    assert [*METHODS, *schemas.COMPARISON_METHODS] == list(schemas.METHODS)
 
 
 def cache_at_every_draft(drafter, run) -> list[list[torch.Tensor]]:

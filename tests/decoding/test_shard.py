@@ -142,7 +142,7 @@ def test_rows_of_every_method_clip_and_cycle(target, drafters, clips, tmp_path):
     )
 
 
-def test_one_prefill_serves_all_methods_and_their_order_rotates(
+def test_one_prefill_serves_all_methods_whose_order_rotates_and_turns_back(
     target, drafters, clips, tmp_path, monkeypatch
 ):
     prefills, order = [], []
@@ -170,8 +170,10 @@ def test_one_prefill_serves_all_methods_and_their_order_rotates(
     )
     assert len(prefills) == 3
     plan = ["ar", "chain", "tree60"]
-    rotated = [plan[turn:] + plan[:turn] for turn in (0, 1, 1, 2, 2, 0)]
-    assert order == [name for names in rotated for name in names]
+    at = [0, 1, 1, 2, 2, 3]  # clip + repeat
+    rotated = [plan[i % 3 :] + plan[: i % 3] for i in at]
+    in_turn = [names[::-1] if i % 2 else names for i, names in zip(at, rotated, strict=True)]
+    assert order == [name for names in in_turn for name in names]
     generations, _ = tables(tmp_path)
     assert (
         generations.groupby(["clip_id", "method"])["repeat"]

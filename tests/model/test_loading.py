@@ -61,6 +61,15 @@ def edit_json(path, **changes):
     path.write_text(json.dumps(content))
 
 
+def test_linear_weights_are_stored_for_few_rows_and_nothing_else_changes(saved):
+    loaded = load_target(saved[1], "float32", "cpu")
+    linear = [m for m in loaded.text_model.modules() if isinstance(m, torch.nn.Linear)]
+    assert linear and all(m.weight.t().is_contiguous() for m in linear)
+    assert loaded.embedding.weight.is_contiguous()
+    own, others = loaded.model.state_dict(), saved[0].model.state_dict()
+    assert all(torch.equal(own[name], others[name]) for name in others)
+
+
 def test_a_saved_target_loads_with_the_same_logits_and_no_socket(saved, monkeypatch):
     target, folder = saved
 

@@ -38,7 +38,7 @@ def test_texts_of_several_processes_are_the_same(clips, tmp_path):
         "on_bad_clip": "fail",
     }
     parallel, alone = tmp_path / "parallel", tmp_path / "alone"
-    collect_in_parallel(load, clips, SETTINGS.clips, parallel, 2, options)
+    collect_in_parallel(load, clips, SETTINGS.clips, parallel, options)
     with open_reader(SETTINGS.clips) as reader:
         for folder in (parallel, alone):  # the first finds every clip done
             collect_continuations(target, clips, reader, out_folder=folder, **options)
@@ -52,4 +52,4 @@ def test_texts_of_several_processes_are_the_same(clips, tmp_path):
     broken.write_bytes(b"no video")
     bad = [type(clips[0])("x", "VDC", "drafter_training", str(broken), "What?")]
     with pytest.raises(InputError, match=r"broken\.mp4"):
-        collect_in_parallel(load, bad, SETTINGS.clips, tmp_path / "bad", 1, options)
+        collect_in_parallel(load, bad, SETTINGS.clips, tmp_path / "bad", options)

@@ -12,12 +12,10 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from vflash_analysis import config, paths
 from vflash_analysis.clips import pocket, suites
@@ -31,6 +29,9 @@ from vflash_analysis.clips.lists import (
 from vflash_analysis.clips.read import FrameReader, check_clips
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CLIPS_PER_READER = 100
 READERS_AT_ONCE = 4  # more would slow each other down to the time limit
@@ -197,6 +198,8 @@ def check_lists(settings: ClipSettings, folder: Path, most: int = 10**9) -> pd.D
 
 def contact_sheet(clips: Sequence[Clip], settings: ClipSettings, columns: int = 6) -> Figure:
     """Some of the frames that the target sees, one clip a row, under the clip's question."""
+    import matplotlib.pyplot as plt  # not for every notebook that reads a clip list
+
     figure, axes = plt.subplots(
         len(clips), columns, figsize=(1.5 * columns, 1.6 * len(clips)), squeeze=False
     )

@@ -124,13 +124,14 @@ class ClipDecoder:
         }
 
     def order(self, turn: int, repeat: int = 0) -> list[Planned]:
-        """A clip's decodes, rotated by its number and the repeat.
+        """A clip's decodes, rotated by its number and the repeat, and backwards every other time.
 
-        So no method always runs first, on a cold or a hot machine.
+        So no method always runs first, or always after the same one, on a cold or a hot machine.
         """
         planned = of_clip(self._planned, turn, self._settings)
         shift = (turn + max(repeat, 0)) % len(planned)
-        return planned[shift:] + planned[:shift]
+        rotated = planned[shift:] + planned[:shift]
+        return rotated[::-1] if (turn + max(repeat, 0)) % 2 else rotated
 
     def decode(self, clip: Clip, turn: int, warm_up: bool) -> tuple[list[Row], list[Row]]:
         """All rows of one clip.

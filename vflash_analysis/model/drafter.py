@@ -16,6 +16,7 @@ from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter, check_drafter_config
 from vflash_analysis.model.source import check_safetensors, read_object, text_config_sha256
 from vflash_analysis.model.taps import check_tap_layers, default_tap_layers
+from vflash_analysis.model.text_stack import store_input_major
 
 NOT_IDENTITY = ("transformers_version", "_name_or_path", "target_source", "target_revision")
 """Config entries that tell where and by what a drafter was saved, not what it is.
@@ -143,7 +144,9 @@ def load_drafter(folder: str | Path, target: Target) -> VFlashDrafter:
         if info.get(kind):
             raise InputError(f"{folder}: drafter weights: {kind}: {sorted(map(str, info[kind]))}")
     check_drafter_matches(drafter, target)
-    return drafter.to(target.device).eval()
+    drafter = drafter.to(target.device).eval()
+    store_input_major(drafter)
+    return drafter
 
 
 def check_drafter_matches(drafter: VFlashDrafter, target: Target) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import inputs
+from vflash_analysis.model import inputs, text_stack
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.cache import BLOCK_SIZE
@@ -92,6 +92,7 @@ def load_target(
         folders.folder_sha256(folder),
         folders.folder_revision(folder) if revision is None else revision,
     )
+    text_stack.store_input_major(target.text_model)
     if target.ignored_generation_settings:
         _log.warning(
             "%s: generation settings that greedy decoding ignores: %s",

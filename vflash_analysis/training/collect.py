@@ -6,12 +6,8 @@ that `collect_continuations` finds done. Which process took a clip does not chan
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +20,13 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
 from vflash_analysis.training.continuations import collect_continuations
 from vflash_analysis.training.progress import Progress
+from vflash_analysis.workers import worker_pool
 
 CLIPS_AT_ONCE = 8  # of one process, between two reports
 _own: dict[str, Any] = {}  # a process's target and reader
 
 
-def _end_with(parent: int) -> None:
-    """End this process, and with it its reader, when the one that started it has ended."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
-
-
 def _start(load: Callable[[], Target], settings: ClipSettings) -> None:
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(1)
     _own["target"] = load()
     _own["reader"] = open_reader(settings).__enter__()
@@ -63,7 +52,6 @@ def collect_in_parallel(
     clips: Sequence[Clip],
     settings: ClipSettings,
     folder: Path,
-    processes: int,
     options: dict[str, Any],
 ) -> None:
     """Leave every clip's text and states in `folder`, for `collect_continuations` to merge.
@@ -73,7 +61,6 @@ def collect_in_parallel(
         clips: the clips.
         settings: how frames are read.
         folder: of the list's continuations.
-        processes: how many.
         options: of `collect_continuations`: num_frames, max_new_tokens, tap_layer_ids, ...
 
     Raises:
@@ -81,9 +68,7 @@ def collect_in_parallel(
     """
     shares = [list(clips[i : i + CLIPS_AT_ONCE]) for i in range(0, len(clips), CLIPS_AT_ONCE)]
     progress, done = Progress("clip", len(clips)), 0
-    with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _start, (load, settings)
-    ) as pool:
+    with worker_pool(_start, load, settings) as pool:
         waiting = [pool.submit(_collect, share, folder, options) for share in shares]
         for future in as_completed(waiting):
             count, problem = future.result()

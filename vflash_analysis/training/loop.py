@@ -226,7 +226,8 @@ def train(
         if validation is not None and (finished or state.step % settings.evaluate_every == 0):
             averages = _validate(model, validation, step, accelerator, micro_batches, micro)
             state.rows.append({**logged, **averages, "setting": "validation"})
-        progress.update(state.step, f"loss {state.rows[-1]['loss']:.4f}" if state.rows else "")
+        latest = {row["setting"] or "loss": row["loss"] for row in state.rows}
+        progress.update(state.step, ", ".join(f"{k} {v:.4f}" for k, v in latest.items()))
         if not finished and state.step % settings.checkpoint_every == 0:
             state.window = window.sums
             saved = {"identity": identity, **dataclasses.asdict(state)}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,6 +48,7 @@ from vflash_analysis.training.evaluate import (
     evaluate_anchors,
 )
 from vflash_analysis.training.loop import train
+from vflash_analysis.workers import usable_cpus
 
 LISTS = ("training", "validation", "suites")
 PARALLEL_FROM = 40  # clips: below it several processes start no sooner than one is done
@@ -143,7 +143,7 @@ def collect_lists(
         "on_bad_clip": settings.clips.on_bad_clip,
         "store_states": settings.continuations.states == "stored",
     }
-    processes = os.cpu_count() or 1 if target.device.type == "cpu" else 1
+    shared = target.device.type == "cpu" and usable_cpus() > 1
     with open_reader(settings.clips) as reader:
         for name in LISTS:
             folder = out_folder / name
@@ -152,8 +152,8 @@ def collect_lists(
                 continue
             print(f"{name}:", flush=True)
             clips = clips_of(settings, clips_folder, name)
-            if processes > 1 and len(clips) >= PARALLEL_FROM:
-                collect_in_parallel(load, clips, settings.clips, folder, processes, options)
+            if shared and len(clips) >= PARALLEL_FROM:
+                collect_in_parallel(load, clips, settings.clips, folder, options)
             collect_continuations(target, clips, reader, out_folder=folder, **options)
 
 
