@@ -760,13 +760,14 @@ def test_only_selects_stages_or_shards(runs, monkeypatch):
 
 def test_time_left_comes_from_what_stages_took_before(runs):
     durations = runner.Durations("p")
-    assert durations.expected(["a"]) is None
+    assert durations.expected(["a"]) == (0, False)
     durations.note("a", 10)
     durations.note("b", 30)
     again = runner.Durations("p")
-    assert again.expected(["a", "b", "unknown"]) == 10 + 30 + 20
+    assert again.expected(["a", "b", "a"]) == (10 + 30 + 10, True)
+    assert again.expected(["a", "unknown"]) == (10, False)
     (runs / "p" / "durations.json").write_text("[]")
-    assert runner.Durations("p").expected(["a"]) is None
+    assert runner.Durations("p").expected(["a"]) == (0, False)
 
 
 class Terminal(io.StringIO):
@@ -789,11 +790,16 @@ def test_progress_is_one_live_line_on_a_terminal_and_plain_lines_elsewhere(monke
     assert "[1/2] decode-VDC-0 0:0" in screen.getvalue() and "about 1:0" in screen.getvalue()
     assert screen.getvalue().count("\n") == 1  # redrawn in place; only the end stays
     plain = io.StringIO()
-    line = ProgressLine(1, plain)
-    line.start("clips", None)
+    line = ProgressLine(2, plain)
+    line.start("clips", 0.0, all_known=False)
     line.end("error", 61.0, "boom")
+    line.start("decode", 90.0, all_known=False)
     line.close()
-    assert plain.getvalue() == "[1/1] clips …\n[1/1] clips error in 1:01: boom\n"
+    assert plain.getvalue().splitlines() == [
+        "[1/2] clips …",
+        "[1/2] clips error in 1:01: boom",
+        "[2/2] decode …, more than 1:30 left",
+    ]
 
 
 def test_clock():

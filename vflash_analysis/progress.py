@@ -34,7 +34,7 @@ class ProgressLine:
         self._index = 0
         self._name = self._last = ""
         self._started = 0.0
-        self._expected: float | None = None
+        self._expected, self._all_known = 0.0, False
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
@@ -44,10 +44,10 @@ class ProgressLine:
         return f"[{self._index}/{self._total}] {self._name}"
 
     def _left(self) -> str:
-        if self._expected is None:
-            return ""
         left = max(0.0, self._expected - (time.monotonic() - self._started))
-        return f", about {clock(left)} left"
+        if self._all_known:
+            return f", about {clock(left)} left"
+        return f", more than {clock(left)} left" if left else ""
 
     def _write(self, text: str, stays: bool) -> None:
         with self._lock:
@@ -72,10 +72,11 @@ class ProgressLine:
                 self._write(text, stays=not self._live)
                 said = now
 
-    def start(self, name: str, expected_s: float | None) -> None:
-        """A shard begins; `expected_s` covers it and all after it."""
+    def start(self, name: str, expected_s: float, all_known: bool = True) -> None:
+        """A shard begins; `expected_s` covers it and all after it, of which some may be unknown."""
         self._index += 1
-        self._last, self._started, self._expected = "", time.monotonic(), expected_s
+        self._last, self._started = "", time.monotonic()
+        self._expected, self._all_known = expected_s, all_known
         self._name = name
         self._write(f"{self._head()} …{self._left()}", stays=not self._live)
 

@@ -213,12 +213,10 @@ class Durations:
             except (InputError, TypeError, ValueError, AttributeError):
                 self._known = {}
 
-    def expected(self, stages: Sequence[str]) -> float | None:
-        """Seconds for these shards' stages; an unknown stage counts as the mean known one."""
-        if not self._known:
-            return None
-        mean = sum(self._known.values()) / len(self._known)
-        return sum(self._known.get(stage, mean) for stage in stages)
+    def expected(self, stages: Sequence[str]) -> tuple[float, bool]:
+        """Seconds for these shards' stages, and whether all are known: unknown ones count nothing."""
+        known = [self._known[stage] for stage in stages if stage in self._known]
+        return sum(known), len(known) == len(stages)
 
     def note(self, stage: str, seconds: float) -> None:
         self._known[stage] = round(seconds, 2)
@@ -291,7 +289,7 @@ def run_plan(
                 line.skip(shard.name, outcome.reason)
             else:
                 todo = [s.stage for s in waiting[waiting.index(shard) :]]
-                line.start(shard.name, durations.expected(todo))
+                line.start(shard.name, *durations.expected(todo))
                 outcome = run_shard(shard, limits, line.show, keep_stale)
                 line.end(outcome.status, outcome.seconds, outcome.reason)
             if outcome.status == "ok":
