@@ -94,6 +94,10 @@ GROUP = {"arms": ["mask_only"], "budgets": [1], "training_clips": [4], "train_se
             {"decode.methods": ["ar", "chian:rounds=2"]},
             "decode.methods: found 'chian:rounds=2', all",
         ),
+        (
+            {"decode.methods": ["ar", "hf_dflash:block=4"]},
+            "decode.methods: found 'hf_dflash:block=4', allowed: ar, chain,",
+        ),
         ({"drafter.context": 1.5}, "drafter.context: found 1.5, allowed: 0 to 1"),
         ({"drafter.context": "some"}, 'drafter.context: found text "some"'),
         ({"clips.clips_per_suite": 99}, "clips.clips_per_suite: found 99, allowed: at most"),

@@ -11,7 +11,9 @@ import nbformat
 import pytest
 
 from vflash_analysis import identity, paths
+from vflash_analysis.errors import InputError
 from vflash_analysis.stages import STAGES
+from vflash_analysis.training import pipeline
 
 NOTEBOOKS = sorted(paths.NOTEBOOKS.glob("*.ipynb"))
 NAMES = [path.name for path in NOTEBOOKS]
@@ -208,6 +210,16 @@ def test_the_check_finds_what_it_is_for(change, fault):
     assert (found == []) if fault is None else any(fault in line for line in found)
     book["metadata"] |= {"kernelspec": {"name": "my_env"}, "widgets": {}}
     assert {"kernel my_env", "notebook metadata widgets"} <= set(faults(book))
+
+
+def test_a_text_in_place_of_false_does_not_train_the_target_anew(monkeypatch):
+    monkeypatch.setattr(pipeline, "retrain_target", lambda settings: pytest.fail("trained anew"))
+    book = json.loads((paths.NOTEBOOKS / "20_prepare_target.ipynb").read_text())
+    (cell,) = [
+        "".join(c["source"]) for c in book["cells"] if "retrain_target(" in "".join(c["source"])
+    ]
+    with pytest.raises(InputError, match='retrain: found text "false"'):
+        exec(cell, {"profile": "pocket", "overrides": {}, "retrain": "false"})
 
 
 @pytest.mark.slow

@@ -798,7 +798,7 @@ def test_progress_is_one_live_line_on_a_terminal_and_plain_lines_elsewhere(monke
     assert plain.getvalue().splitlines() == [
         "[1/2] clips …",
         "[1/2] clips error in 1:01: boom",
-        "[2/2] decode …, more than 1:30 left",
+        "[2/2] decode …, about 1:30 and more left",
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
-from vflash_analysis.schemas import METHODS
+from vflash_analysis.schemas import COMPARISON_METHODS, METHOD_NAMES
 from vflash_analysis.strict import Bounds, apply_overrides, build, read_yaml, shown
 
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
@@ -288,12 +288,13 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
             f'decode.methods: found {shown(profile.decode.methods)}, allowed: a list with "ar", '
             "the baseline of every speed-up"
         )
-    unknown = [m for m in profile.decode.methods if m.partition(":")[0] not in METHODS]
-    if unknown:
-        raise InputError(
-            f"decode.methods: found {unknown[0]!r}, allowed: {', '.join(METHODS)}, with options "
-            "after a colon"
-        )
+    for method in profile.decode.methods:
+        name, colon, _ = method.partition(":")
+        if name not in METHOD_NAMES or (colon and name in COMPARISON_METHODS):
+            raise InputError(
+                f"decode.methods: found {method!r}, allowed: {', '.join(METHOD_NAMES)}; options "
+                "after a colon where a method has some"
+            )
     if clips.clips_per_suite > clips.clips_per_suite_all:
         raise InputError(
             f"clips.clips_per_suite: found {clips.clips_per_suite}, allowed: at most "

@@ -13,8 +13,6 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import TOKEN_VARIABLE, FolderLock
+from vflash_analysis.workers import end_with
 
 BAD_INPUT_NAMES = (
     "InputError",
@@ -123,7 +122,8 @@ def execute(request: dict[str, Any], log: Any = sys.stdout) -> Ending:
     """Execute the notebook of a request; a kernel that does not start is tried once more.
 
     Args:
-        request: keys notebook, output, parameters, folder, cwd, kernel, timeout_s, start_timeout_s.
+        request: keys notebook, output, parameters, folder, cwd, kernel, timeout_s,
+            start_timeout_s; `main` also takes environment and runner, the pid to end with.
         log: gets the notebook's standard output as it comes.
     """
     import papermill
@@ -159,19 +159,18 @@ def execute(request: dict[str, Any], log: Any = sys.stdout) -> Ending:
     raise AssertionError("the loop returns")
 
 
-def _end_with_parent(parent: int) -> None:
-    """End this process, and with it the kernel, when the runner is gone."""
-    while os.getppid() == parent:
-        time.sleep(1)
+def _end() -> None:
+    """End this process and, by papermill's handler, its kernel."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(path: str) -> None:
     """Answer one request file."""
-    # A checker of web addresses that takes papermill's imports from 0.6 s to 1.7; none is checked.
+    # A checker of web addresses that jsonschema takes where it is there; nothing here needs one, and
+    # it brings papermill's imports from 0.6 s to 1.7.
     sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     request = json.loads(Path(path).read_text(encoding="utf-8"))
+    end_with(request["runner"], _end)
     folder, held = Path(request["folder"]), False
     try:
         with FolderLock(folder) as lock:

@@ -24,7 +24,7 @@ ORCHESTRATION = frozenset(
     f"{PACKAGE_NAME}.{name}"
     for name in (
         "paths", "errors", "config", "strict", "environment", "identity", "locks", "stages",
-        "notebook", "execute", "progress", "runner", "publish", "demo", "cli",
+        "notebook", "execute", "progress", "workers", "runner", "publish", "demo", "cli",
     )
 )  # fmt: skip
 ABSENT = "absent"

@@ -47,7 +47,7 @@ class ProgressLine:
         left = max(0.0, self._expected - (time.monotonic() - self._started))
         if self._all_known:
             return f", about {clock(left)} left"
-        return f", more than {clock(left)} left" if left else ""
+        return f", about {clock(left)} and more left" if left else ""
 
     def _write(self, text: str, stays: bool) -> None:
         with self._lock:

@@ -84,6 +84,7 @@ def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
         "parameters": dict(shard.parameters),
         "folder": str(shard.folder),
         "cwd": str(paths.ROOT),
+        "runner": os.getpid(),
         "kernel": "python3",
         "timeout_s": limits.timeout_s,
         "start_timeout_s": limits.start_timeout_s,

@@ -11,7 +11,13 @@ import pyarrow as pa
 BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
 # Hugging Face's own loops, run on the same prompts as an independent comparison.
 COMPARISON_METHODS = ("hf_generate", "hf_dflash")
-METHODS = ("ar", "chain", "tree60", "lookup", *COMPARISON_METHODS)  # what `decode.methods` may name
+METHOD_NAMES = (
+    "ar",
+    "chain",
+    "tree60",
+    "lookup",
+    *COMPARISON_METHODS,
+)  # what `decode.methods` may name
 # Name of the paper's target; its "-chat-hf" variant is another one.
 PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.tiny import tiny_drafter, tiny_frames, tiny_target
 from vflash_analysis.clips.lists import Clip
@@ -15,7 +19,7 @@ from vflash_analysis.clips.read import ClipError, ClipFrames, ClipInfo
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding import clip as clip_module
 from vflash_analysis.decoding import loop
-from vflash_analysis.decoding.clip import ClipDecoder, ShardFacts, select_taps
+from vflash_analysis.decoding.clip import ClipDecoder, ShardFacts, in_turn, select_taps
 from vflash_analysis.decoding.lossless import LosslessError
 from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
@@ -142,7 +146,18 @@ def test_rows_of_every_method_clip_and_cycle(target, drafters, clips, tmp_path):
     )
 
 
-def test_one_prefill_serves_all_methods_whose_order_rotates_and_turns_back(
+@given(st.integers(1, 9), st.integers(0, 40))
+def test_each_decode_runs_first_and_last_equally_often(n, start):
+    orders = [in_turn(list(range(n)), turn) for turn in range(2 * start, 2 * (start + n))]
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    for place in (0, -1):
+        assert Counter(order[place] for order in orders) == dict.fromkeys(range(n), 2)
+    if n > 2:  # and after either of its neighbours
+        after = {pair for order in orders for pair in itertools.pairwise(order)}
+        assert all({(a, b), (b, a)} <= after for a, b in itertools.pairwise(range(n)))
+
+
+def test_one_prefill_serves_all_methods_in_their_turns(
     target, drafters, clips, tmp_path, monkeypatch
 ):
     prefills, order = [], []
@@ -170,10 +185,8 @@ def test_one_prefill_serves_all_methods_whose_order_rotates_and_turns_back(
     )
     assert len(prefills) == 3
     plan = ["ar", "chain", "tree60"]
-    at = [0, 1, 1, 2, 2, 3]  # clip + repeat
-    rotated = [plan[i % 3 :] + plan[: i % 3] for i in at]
-    in_turn = [names[::-1] if i % 2 else names for i, names in zip(at, rotated, strict=True)]
-    assert order == [name for names in in_turn for name in names]
+    turns = [0, 1, 1, 2, 2, 3]  # clip + repeat
+    assert order == [name for turn in turns for name in in_turn(plan, turn)]
     generations, _ = tables(tmp_path)
     assert (
         generations.groupby(["clip_id", "method"])["repeat"]

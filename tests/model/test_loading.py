@@ -86,7 +86,8 @@ def test_a_saved_target_loads_with_the_same_logits_and_no_socket(saved, monkeypa
         t.prefill(input_ids, pixels, t.new_cache(len(input_ids), 1)).logits
         for t in (loaded, target)
     ]
-    assert torch.equal(*logits)
+    # the order of additions differs with the layout of the loaded weights
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
     assert loaded.stop_ids == target.stop_ids
     assert loaded.mask_token_id == target.mask_token_id
     assert loaded.template == TEMPLATE
@@ -105,6 +106,8 @@ def test_dtype_is_what_was_asked_for_and_rotary_frequencies_stay_exact(saved, co
         assert {str(p.dtype) for p in loaded.model.parameters()} == {f"torch.{asked}"}
         expected = 1 / 10_000 ** (torch.arange(0, 8, 2, dtype=torch.float32) / 8)
         assert torch.equal(loaded.text_model.rotary_emb.inv_freq.float(), expected)
+        weight = loaded.text_model.layers[0].mlp.up_proj.weight
+        assert weight.is_contiguous() == (asked == "bfloat16")
 
 
 def test_a_tied_head_follows_the_text_config(tmp_path):

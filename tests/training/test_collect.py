@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 
-from vflash_analysis import config
+from vflash_analysis import config, workers
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.prepare import open_reader
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import CONTINUATIONS, read_records
-from vflash_analysis.training import pipeline
+from vflash_analysis.training import collect, pipeline
 from vflash_analysis.training.collect import collect_in_parallel
 from vflash_analysis.training.continuations import collect_continuations
 
@@ -21,13 +21,22 @@ def clips(tmp_path_factory):
     return pocket.make_split("drafter_training", 1, tmp_path_factory.mktemp("clips"))
 
 
-def test_clips_made_by_several_processes_are_the_same(clips, tmp_path, monkeypatch):
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Every clip is a share of its own, for either of two processes."""
     monkeypatch.setattr(pocket, "PARALLEL_FROM", 1)
+    for module in (workers, pocket):
+        monkeypatch.setattr(module, "usable_cpus", lambda: 2)
+    for module in (pocket, collect):
+        monkeypatch.setattr(module, "CLIPS_AT_ONCE", 1)
+
+
+def test_clips_made_by_several_processes_are_the_same(clips, tmp_path, two_processes):
     again = pocket.make_split("drafter_training", 1, tmp_path)
     assert [(c.clip_id, c.facts) for c in again] == [(c.clip_id, c.facts) for c in clips]
 
 
-def test_texts_of_several_processes_are_the_same(clips, tmp_path):
+def test_texts_of_several_processes_are_the_same(clips, tmp_path, two_processes):
     pipeline.build_untrained(clips, tmp_path / "target")
     load = partial(pipeline.open_target, SETTINGS, tmp_path)
     target = load()

@@ -99,6 +99,9 @@ def test_20_steps_are_10_and_10_more_bit_for_bit(
         tmp_path / "b", settings=chosen, validation=validation, log_every=4, log=lines.append
     )
     assert "resuming after step 10 of 20" in lines
+    last = read_records(resumed.parent / "training.parquet", TRAINING).groupby("setting")["loss"]
+    told = last.last()
+    assert f"| loss {told['']:.4f}, validation {told['validation']:.4f} |" in lines[-1]
     assert drafter_sha256(straight) == drafter_sha256(resumed)
     assert facts(straight) == facts(resumed)
     first, second = weights(straight), weights(resumed)

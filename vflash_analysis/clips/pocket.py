@@ -13,7 +13,6 @@ split, so two splits cannot share a scene, let alone a file.
 import hashlib
 import json
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -27,7 +26,7 @@ from vflash_analysis.clips.suites import Clip
 from vflash_analysis.clips.wording import answer, question
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file
-from vflash_analysis.workers import usable_cpus, worker_pool
+from vflash_analysis.workers import PARALLEL_FROM, usable_cpus, worker_pool
 
 FAMILIES = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
 SPLITS = {  # share of description hashes, in percent
@@ -67,12 +66,7 @@ SIZES = (
 )  # width, height in pixels
 PLACE_BORDERS, PLACE_MARGIN = (1 / 3, 2 / 3), 0.06  # a start is never near a border of two places
 RATES = (8, 10, 12, 15)  # frames a second
-PARALLEL_FROM = 20  # clips of a family: below it a process starts no sooner than one is done
 CLIPS_AT_ONCE = 8  # of one process
-# Which of x264's code may run. Its newer assembly wrote other bytes from one run to the next (one
-# thread, PyAV 18). SSE2, which every x86-64 has, does not, and takes half the time of no assembly;
-# one clip in a hundred differs between the two.
-X264_CODE = "asm=SSE2" if platform.machine() in ("x86_64", "AMD64") else "no-asm=1"
 STAR_CENTRE = (0.9, 0.1)
 STAR_CODE = 49
 CHECKED_TIMES = (  # when shapes must be apart: evenly spaced, and just before they change their look
@@ -414,7 +408,9 @@ def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, f
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".partial.mp4")
     with av.open(str(draft), "w") as out:
-        options = {"crf": str(crf), "preset": "veryfast", "x264-params": f"threads=1:{X264_CODE}"}
+        # One thread and no arithmetic of one processor's own: the same bytes on every machine.
+        x264 = "threads=1:cpu-independent=1"
+        options = {"crf": str(crf), "preset": "veryfast", "x264-params": x264}
         stream = out.add_stream("libx264", rate=Fraction(rate), options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for picture in pictures:
@@ -424,8 +420,8 @@ def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, f
     return {"width": width, "height": height, "fps": rate, "n_frames": n_frames, "crf": crf}
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a file holds as many pictures as it says; a cut or foreign one does not."""
+def _has_all_packets(path: Path) -> bool:
+    """Whether a file holds as many packets as it says: a cut file does not, nor what is no video."""
     try:
         with av.open(str(path)) as held:
             stream = held.streams.video[0]
@@ -439,7 +435,7 @@ def _make_clip(split: str, seed: int, out_folder: Path, drawn: tuple[str, int, S
     family, index, scene = drawn
     clip_id = f"{split}-{family}-{seed}-{index:04d}"
     path = out_folder / f"{clip_id}.mp4"
-    if not _is_whole(path):
+    if not _has_all_packets(path):
         key = [seed, list(SPLITS).index(split), FAMILIES.index(family), index]
         write_mp4(path, scene, np.random.default_rng(key))
     return Clip(
@@ -457,8 +453,8 @@ def make_split(split: str, clips_per_family: int, out_folder: Path, seed: int = 
     """Write the first `clips_per_family` clips of each family of a split as MP4 files and return
     their list.
 
-    A file that is whole is kept: its name and content are functions of (seed, split, family,
-    index). Many clips are made by several processes, with the same result.
+    A file that has all its packets is kept: its name and pictures are functions of (seed, split,
+    family, index). Many clips are made by several processes, with the same result.
     """
     make = partial(_make_clip, split, seed, Path(out_folder))
     drawn = (
@@ -466,7 +462,7 @@ def make_split(split: str, clips_per_family: int, out_folder: Path, seed: int = 
         for family in FAMILIES
         for index, scene in zip(range(clips_per_family), scenes(split, family, seed), strict=False)
     )
-    if clips_per_family < PARALLEL_FROM or usable_cpus() == 1:
+    if clips_per_family * len(FAMILIES) < PARALLEL_FROM or usable_cpus() == 1:
         return [make(one) for one in drawn]
     with worker_pool() as pool:
         return list(pool.map(make, drawn, chunksize=CLIPS_AT_ONCE))

@@ -73,6 +73,13 @@ def select_taps(
     return by_layer[:, places].flatten(1)
 
 
+def in_turn(planned: Sequence[Planned], turn: int) -> list[Planned]:
+    """The order of turn 0, 1, 2, ...: every rotation forwards, then backwards."""
+    shift = turn // 2 % len(planned)
+    rotated = [*planned[shift:], *planned[:shift]]
+    return rotated[::-1] if turn % 2 else rotated
+
+
 def reason_of(error: Exception) -> str:
     """One line for a failed row's `reason`."""
     if isinstance(error, ClipError):
@@ -124,21 +131,18 @@ class ClipDecoder:
         }
 
     def order(self, turn: int, repeat: int = 0) -> list[Planned]:
-        """A clip's decodes, rotated by its number and the repeat, and backwards every other time.
+        """A clip's decodes: each rotation once forwards, once backwards, by clip and repeat.
 
-        So no method always runs first, or always after the same one, on a cold or a hot machine.
+        So each runs first, and last, equally often, and not always after the same one.
         """
-        planned = of_clip(self._planned, turn, self._settings)
-        shift = (turn + max(repeat, 0)) % len(planned)
-        rotated = planned[shift:] + planned[:shift]
-        return rotated[::-1] if (turn + max(repeat, 0)) % 2 else rotated
+        return in_turn(of_clip(self._planned, turn, self._settings), turn + max(repeat, 0))
 
     def decode(self, clip: Clip, turn: int, warm_up: bool) -> tuple[list[Row], list[Row]]:
         """All rows of one clip.
 
         Args:
             clip: the clip.
-            turn: its number in the suite, which rotates the order of methods.
+            turn: its number in the suite, which sets the order of methods.
             warm_up: decode once more beforehand, in rows flagged `warmup` (`repeat` -1).
 
         Returns:

@@ -73,7 +73,6 @@ def collect_in_parallel(
         for future in as_completed(waiting):
             count, problem = future.result()
             if problem:
-                pool.shutdown(cancel_futures=True)
                 raise InputError(problem)
             done += count
             progress.update(done)

@@ -48,10 +48,9 @@ from vflash_analysis.training.evaluate import (
     evaluate_anchors,
 )
 from vflash_analysis.training.loop import train
-from vflash_analysis.workers import usable_cpus
+from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
 
 LISTS = ("training", "validation", "suites")
-PARALLEL_FROM = 40  # clips: below it several processes start no sooner than one is done
 
 
 def weights_folder(settings: Profile, target_folder: Path) -> Path:

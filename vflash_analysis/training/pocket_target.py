@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import multiprocessing
 import shutil
 import time
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from vflash_analysis.clips import pocket
 from vflash_analysis.clips.wording import answer, question
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json, replace_atomically, write_json_atomic
+from vflash_analysis.workers import worker_pool
 
 NUM_FRAMES = 9
 IMAGE_SIZE, PATCH_SIZE = 64, 8  # pixels
@@ -132,16 +132,17 @@ def _patch_labels(under: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, offsets
 
 
-def draw_pool(split: str, scenes_per_family: int, workers: int = 2) -> Pool:
+def draw_pool(split: str, scenes_per_family: int) -> Pool:
     """Draw the first scenes of each family of a split, the families mixed evenly."""
+    n = 2  # parts of a family; another number would mix the scenes in another order
     jobs = [
-        (split, family, scenes_per_family, start, workers)
+        (split, family, scenes_per_family, start, n)
         for family in pocket.FAMILIES
-        for start in range(workers)
+        for start in range(n)
     ]
-    with multiprocessing.get_context("spawn").Pool(workers) as processes:
+    with worker_pool() as pool:
         parts = []
-        for part in processes.imap(_draw, jobs):
+        for part in pool.map(_draw, jobs):
             parts.append(part)
             print(f"pool: {len(parts)} of {len(jobs)} parts drawn", flush=True)
     return join_parts(parts)

@@ -1,4 +1,5 @@
-"""The methods by name. A new one is a file beside this and its `ENTRIES` in the table below.
+"""The methods by name. A new one is a file beside this, its `ENTRIES` in the table below, and its
+name in `schemas.METHOD_NAMES`, which settings are checked against.
 
 A method is named as in `decode.methods` of a profile: "chain", or with options "tree60:spine_first",
 "chain:rounds=2,context=text_only", "ar:verify16". Options end up in the records' `setting` column;
