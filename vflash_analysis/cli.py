@@ -298,7 +298,8 @@ def demo(
     shown = player.pick(found, clip, ("ar", "tree60"))
     player.play(shown, slower, Console())
     speedup = shown[0].decode_s / shown[1].decode_s
-    print(f"same text: {shown[0].text == shown[1].text}; decode time ratio {speedup:.2f}")
+    same = shown[0].text == shown[1].text
+    print(f"{shown[0].clip_id} alone: same text: {same}; decode time ratio {speedup:.2f}")
     _say({one.method: {"decode_s": one.decode_s, "text": one.text} for one in shown}, as_json)
 
 

@@ -29,12 +29,13 @@ class Playback:
     """One recorded decode.
 
     Attributes:
-        method: as in the records.
+        clip_id, method: as in the records.
         text: the whole text.
         ends_s: (C,) seconds since decode start at which each cycle ended.
         shares: (C,) share of the text's tokens committed by then, the prefill's token included.
     """
 
+    clip_id: str
     method: str
     text: str
     ends_s: np.ndarray
@@ -64,7 +65,8 @@ def playback(records: Records, row: pd.Series) -> Playback:
     cycles = cycles.sort_values("cycle")
     tokens = 1 + np.cumsum(cycles["n_committed"].to_numpy(dtype=float))
     ends = cycles["end_s"].to_numpy(dtype=float)
-    return Playback(str(row["method"]), str(row["text"]), ends, tokens / tokens[-1])
+    clip_id, method, text = (str(row[name]) for name in ("clip_id", "method", "text"))
+    return Playback(clip_id, method, text, ends, tokens / tokens[-1])
 
 
 def pick(records: Records, clip_id: str | None, methods: Sequence[str]) -> list[Playback]:

@@ -84,10 +84,10 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
             axis.set_ylim(0, 1)
     for axis in axes[-1]:
         axis.set_xlabel("training step")
+    bands = "; bands: smallest and largest seed" if (frame["n"] > 1).any() else ""
     caption = (
         f"Trained on {devices_text(frame)}. "
-        f"Lines: mean over training seeds (n = {span_text(frame['n'])}); bands: smallest and largest "
-        "seed. The data size and budget of the drafters that decode, all scored from the all-mask state, the one "
+        f"Lines: mean over training seeds (n = {span_text(frame['n'])}){bands}. The data size and budget of the drafters that decode, all scored from the all-mask state, the one "
         "that is deployed."
     )
     handles = arm_handles(shown, set(frame["objective"]), markers=False)
@@ -173,8 +173,8 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     caption = (
         f"Error bars: 95 % bootstrap over training seeds ({_seeds_text(frame, wanted)} a point) and "
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
-        "schedule; arms of equal compute stand slightly apart. Dotted: plateau (the last doubling "
-        f"gained at most 2 %). Decoded on {devices_text(lengths)}."
+        f"schedule; arms of equal compute stand slightly apart. Decoded on {devices_text(lengths)}."
+        + (" Dotted: plateau (the last doubling gained at most 2 %)." if len(levels) else "")
         + (" Hollow: the tracked records, not this run." if mixed else "")
         + (f" No data: {'; '.join(absent)}." if absent else "")
     )
