@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.processes import alive, gone_within
 from vflash_analysis import workers
 
 ASKS = """
@@ -20,29 +21,15 @@ if __name__ == "__main__":
 """
 
 
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_workers_end_when_the_one_that_asked_is_killed(tmp_path):
     script = tmp_path / "asks.py"
     script.write_text(ASKS)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as asking:
         assert asking.stdout is not None
         worker = int(asking.stdout.readline())
-        assert _is_there(worker)
+        assert alive(worker)
         asking.send_signal(signal.SIGKILL)
-    for _ in range(200):
-        if not _is_there(worker):
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(worker, signal.SIGKILL)
-        pytest.fail("the worker outlived the process that asked for it")
+    assert gone_within(worker, 20)
 
 
 def test_an_error_drops_what_has_not_begun(monkeypatch):
@@ -55,5 +42,9 @@ def test_an_error_drops_what_has_not_begun(monkeypatch):
     assert sum(future.cancelled() for future in waiting) > 40
 
 
-def test_there_is_a_processor():
-    assert workers.usable_cpus() >= 1
+def test_a_process_bound_to_two_processors_uses_two(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5}, raising=False)
+    assert workers.usable_cpus() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")  # where a system cannot bind
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert workers.usable_cpus() == 1

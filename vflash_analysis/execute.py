@@ -160,7 +160,7 @@ def execute(request: dict[str, Any], log: Any = sys.stdout) -> Ending:
 
 
 def _end() -> None:
-    """End this process and, by papermill's handler, its kernel."""
+    """End this process and, by nbclient's handler, its kernel."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 

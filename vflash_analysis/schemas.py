@@ -11,13 +11,8 @@ import pyarrow as pa
 BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
 # Hugging Face's own loops, run on the same prompts as an independent comparison.
 COMPARISON_METHODS = ("hf_generate", "hf_dflash")
-METHOD_NAMES = (
-    "ar",
-    "chain",
-    "tree60",
-    "lookup",
-    *COMPARISON_METHODS,
-)  # what `decode.methods` may name
+# What `decode.methods` may name, options after a colon aside.
+METHOD_NAMES = ("ar", "chain", "tree60", "lookup", *COMPARISON_METHODS)
 # Name of the paper's target; its "-chat-hf" variant is another one.
 PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.clips import make_clips as make
+from tests.processes import alive, gone_within
 from vflash_analysis.clips.read import ClipError, FrameReader, check_clips
 from vflash_analysis.errors import InputError
 
@@ -50,31 +51,6 @@ def child_facts(reader: FrameReader) -> dict[str, Any]:
     """What the reader's child, started if need be, told of itself."""
     reader._child.start()
     return reader._child.environment
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    """Wait for a process that is not ours to end; a zombie waiting for its new parent counts as
-    ended."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if not alive(pid):
-            return True
-        status = Path(f"/proc/{pid}/stat")
-        try:
-            if status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 # ---------------------------------------------------------------- limits and crashes

@@ -173,8 +173,8 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
             axis.set_title(f"ours: {device}", fontsize=9)
     suites = ours.loc[(ours["benchmark"] != "macro") & (ours["status"] != MISSING), "n"]
     caption = (
-        f"Ours (solid), {label(FLOW_ARM)}: {devices_text(ours)}; n = {span_text(suites)} clips per suite; error bars: "
-        "95 % bootstrap over videos. Hatched: published values on other targets or hardware, not "
+        f"Ours (solid), {label(FLOW_ARM)}: {devices_text(ours)}; n = {span_text(suites)} clips "
+        "per suite; error bars: 95 % bootstrap over videos. Hatched: published values on other targets or hardware, not "
         "comparable with ours; the paper's VFlash-FM rows are LLaVA-OneVision-7B on one H100, 50 "
         "clips × 3 seeds per suite. AR time per token is ours."
     )

@@ -299,7 +299,8 @@ def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> T
         decoded = ", and tau of the decoded chain (n: decodes) on the device named in its row"
     caption = (
         "Accepted length of every training arm by data size and budget, at every full-block anchor "
-        f"of fixed AR texts (n: anchors over all training seeds){decoded}. Differences are self reveal minus the named arm on the same anchors, "
+        f"of fixed AR texts (n: anchors over all training seeds){decoded}. Differences are self "
+        "reveal minus the named arm on the same anchors, "
         f"seeds and texts. {boot.caption()} Training seeds are resampled with the videos; t: over "
         "seed-paired means (n: seeds). Drafters that decode, on whose seed the settings were "
         "chosen, are left out of a cell that has other seeds. Plateau: mean of the last two "

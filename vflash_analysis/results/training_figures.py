@@ -87,8 +87,9 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     bands = "; bands: smallest and largest seed" if (frame["n"] > 1).any() else ""
     caption = (
         f"Trained on {devices_text(frame)}. "
-        f"Lines: mean over training seeds (n = {span_text(frame['n'])}){bands}. The data size and budget of the drafters that decode, all scored from the all-mask state, the one "
-        "that is deployed."
+        f"Lines: mean over training seeds (n = {span_text(frame['n'])}){bands}. The data size and "
+        "budget of the drafters that decode, all scored from the all-mask state, the one that is "
+        "deployed."
     )
     handles = arm_handles(shown, set(frame["objective"]), markers=False)
     finish(figure, "Training: loss and accuracy by slot", caption, handles, max(1, len(shown)))
