@@ -22,8 +22,8 @@ from vflash_analysis.model.attention import HF_NAME, NAME, backend_mask, registe
 from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
+from vflash_analysis.sizes import FRAMES_PER_CHUNK
 
-VISION_FRAMES_PER_CHUNK = 16
 VIDEO_MODELS = ("llava_onevision",)  # vision sides implemented by `Target.encode_video`
 ATTENTIONS = (NAME, "sdpa", "eager")
 
@@ -256,7 +256,7 @@ class Target:
 
     @torch.inference_mode()
     def encode_video(
-        self, pixel_values: torch.Tensor, frames_per_chunk: int = VISION_FRAMES_PER_CHUNK
+        self, pixel_values: torch.Tensor, frames_per_chunk: int = FRAMES_PER_CHUNK
     ) -> torch.Tensor:
         """Video tokens of a clip, the vision tower being run on a few frames at a time.
 
