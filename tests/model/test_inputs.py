@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from tests.tiny import IM_END, IM_START, IMAGE, PREPROCESSING, VIDEO, tiny_frames, tiny_target
+from tests.tiny import (
+    IM_END,
+    IM_START,
+    IMAGE,
+    PREPROCESSING,
+    SPECIAL,
+    VIDEO,
+    tiny_frames,
+    tiny_target,
+)
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.inputs import FramePreprocessing, pixel_values
+from vflash_analysis.model.inputs import FramePreprocessing, pixel_values, prompt_text
 
 CPU = torch.device("cpu")
 
@@ -90,6 +101,45 @@ def test_the_placeholder_is_expanded_to_the_frames_and_a_newline(num_frames):
     assert ids[0] == IM_START and IM_END in ids
     words = target.tokenizer.convert_ids_to_tokens(ids[first + num_frames * 9 + 1 :])
     assert words == ["what", "happens", "<|im_end|>", "<|im_start|>", "assistant"]
+
+
+# The two forms that circulate for LLaVA-OneVision: a space or a newline after the role, nothing or
+# a newline after a turn. Neither adds a system prompt.
+ROLE_AND_TURN = {
+    (" ", ""): "<|im_start|>user <video>\nWhat happens?<|im_end|><|im_start|>assistant\n",
+    ("\n", "\n"): "<|im_start|>user\n<video>\nWhat happens?<|im_end|>\n<|im_start|>assistant\n",
+}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and the special ones: whatever a template writes can be read back."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    backend = Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<image>", "<video>"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", additional_special_tokens=special
+    )
+
+
+@pytest.mark.parametrize("form", ROLE_AND_TURN)
+def test_both_circulating_chat_templates_give_their_prompt(form):
+    role, turn = form
+    target = tiny_target(0)
+    target.tokenizer = byte_tokenizer()
+    target.template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + " + repr(role) + " }}"
+        "{% for part in message['content'] if part['type'] == 'video' %}{{ '<video>' }}{% endfor %}"
+        "{% for part in message['content'] if part['type'] == 'text' %}"
+        "{{ '\n' + part['text'] }}{% endfor %}{{ '<|im_end|>' + " + repr(turn) + " }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    expected = ROLE_AND_TURN[form]
+    assert prompt_text(target, "What happens?") == expected
+    ids = target.build_prompt("What happens?", 4).tolist()
+    assert target.tokenizer.decode(ids) == expected.replace("<video>", "<video>" * 37)
 
 
 def test_a_question_must_not_spell_a_placeholder():

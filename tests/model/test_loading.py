@@ -1,7 +1,9 @@
 """Loading a target from a folder: the round trip, and every refusal before or after reading."""
 
+import contextlib
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,19 +23,22 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from vflash_analysis.errors import InputError
+from vflash_analysis.model import source as model_source
 from vflash_analysis.model.inputs import parse_frame_preprocessing, read_chat_template
 from vflash_analysis.model.source import (
     check_full_attention,
-    check_llava_onevision_7b,
+    check_known,
+    check_revision,
     check_weights,
     folder_name,
     folder_revision,
     folder_sha256,
-    is_llava_onevision_7b,
+    known_shape,
     text_config_sha256,
 )
-from vflash_analysis.model.target import Target, load_target
+from vflash_analysis.model.target import Target, load_target, outline_target, read_files
 from vflash_analysis.model.text_stack import store_input_major
+from vflash_analysis.sizes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B
 
 # Hugging Face saves and loads this model under the names of the original checkpoint.
 STORED_HEAD = "language_model.lm_head.weight"
@@ -368,12 +373,20 @@ def test_a_name_is_no_path_and_a_commit_is_no_name(tmp_path, monkeypatch):
     assert folder_name(tmp_path / "snapshots" / "0d5068") == "unknown"
 
 
-def test_only_the_papers_target_may_bear_its_name(copy):
-    named = copy.rename(copy.parent / "llava-onevision-qwen2-7b-ov-hf")
-    with pytest.raises(InputError, match=r"hidden_size 32 \(expected 3584\)"):
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("llava-onevision-qwen2-7b-ov-hf", 3584),
+        ("llava-onevision-qwen2-7b-ov-chat-hf", 3584),
+        ("llava-onevision-qwen2-0.5b-ov-hf", 896),
+    ],
+)
+def test_a_known_name_stands_for_its_checkpoint(copy, name, width):
+    named = copy.rename(copy.parent / name)
+    message = rf"config\.json: text_config\.hidden_size: found 32, allowed: {width}"
+    with pytest.raises(InputError, match=message):
         load_target(named, "float32", "cpu")
-    named = named.rename(copy.parent / "llava-onevision-qwen2-7b-ov-chat-hf")
-    assert load_target(named, "float32", "cpu").source == named.name
+    assert load_target(named.rename(copy), "float32", "cpu").source == copy.name
 
 
 def test_revision_of_a_hub_cache_folder(tmp_path):
@@ -403,14 +416,17 @@ def seven_b_config(**text_changes):
     )
 
 
-HALF = (0.5, 0.5, 0.5)
+def check_7b(config, mean=(0.5, 0.5, 0.5)):
+    shape = known_shape(config)
+    assert shape == LLAVA_ONEVISION_7B
+    frames = replace(PREPROCESSING, mean=mean, file="folder/video_preprocessor_config.json")
+    check_known(Path("folder"), config, shape, frames)
 
 
 def test_the_facts_of_the_papers_target():
-    config = seven_b_config()
-    assert is_llava_onevision_7b(config)
-    assert not is_llava_onevision_7b(tiny_config())
-    check_llava_onevision_7b(config, HALF, HALF)
+    check_7b(seven_b_config())
+    assert known_shape(tiny_config()) is None
+    assert known_shape(tiny_config(), "llava-onevision-qwen2-0.5b-ov-hf") == LLAVA_ONEVISION_05B
 
 
 def test_older_spelling_of_the_rotary_base(tmp_path):
@@ -418,35 +434,86 @@ def test_older_spelling_of_the_rotary_base(tmp_path):
     content["text_config"].pop("rope_parameters")
     content["text_config"]["rope_theta"] = 1e6
     (tmp_path / "config.json").write_text(json.dumps(content))
-    check_llava_onevision_7b(AutoConfig.from_pretrained(tmp_path), HALF, HALF)
+    check_7b(AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"num_hidden_layers": 27}, r"num_hidden_layers 27 \(expected 28\)"),
-        ({"num_key_value_heads": 28}, "num_key_value_heads 28"),
-        ({"intermediate_size": 18000}, "intermediate_size"),
-        ({"max_position_embeddings": 4096}, "max_position_embeddings"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_theta 10000.0"),
+        ({"num_hidden_layers": 27}, r"text_config\.num_hidden_layers: found 27, allowed: 28"),
+        ({"num_key_value_heads": 28}, r"text_config\.num_key_value_heads: found 28, allowed: 4"),
+        ({"intermediate_size": 18000}, r"text_config\.intermediate_size: found 18000"),
+        ({"max_position_embeddings": 4096}, r"text_config\.max_position_embeddings: found 4096"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            r"text_config\.rope_theta: found 10000\.0, allowed: 1000000\.0",
+        ),
     ],
 )
-def test_a_fact_that_differs_is_named(changes, named):
-    with pytest.raises(InputError, match=named):
-        check_llava_onevision_7b(seven_b_config(**changes), HALF, HALF)
+def test_a_fact_that_differs_is_named_with_its_file_and_key(changes, named):
+    with pytest.raises(InputError, match=rf"folder is no such .*config\.json: {named}"):
+        check_7b(seven_b_config(**changes))
 
 
 def test_frame_facts_that_differ_are_named():
     config = seven_b_config()
     config.vision_config.image_size = 336
-    with pytest.raises(InputError, match=r"tokens per frame 144 .* image_mean \(0.4, 0.5, 0.5\)"):
-        check_llava_onevision_7b(config, (0.4, 0.5, 0.5), HALF)
+    with pytest.raises(
+        InputError,
+        match=r"tokens a frame: found 144, allowed: 196; video_preprocessor_config\.json: "
+        r"image_mean: found \(0\.4, 0\.5, 0\.5\), allowed: \(0\.5, 0\.5, 0\.5\)",
+    ):
+        check_7b(config, (0.4, 0.5, 0.5))
 
 
 def test_a_7b_folder_is_checked_before_its_weights_are_read(copy):
     seven_b_config(num_hidden_layers=2).save_pretrained(copy)
-    with pytest.raises(InputError, match="num_hidden_layers 2"):
+    with pytest.raises(InputError, match=r"num_hidden_layers: found 2, allowed: 28"):
         load_target(copy, "bfloat16", "cpu")
+
+
+def test_another_commit_than_the_one_asked_for_is_refused(copy, tmp_path):
+    one, other = "a" * 40, "b" * 40
+    snapshot = tmp_path / "models--org--name" / "snapshots" / one
+    snapshot.parent.mkdir(parents=True)
+    copy.rename(snapshot)
+    with pytest.raises(InputError, match=rf"target\.revision: found {other}, allowed: {one}"):
+        load_target(snapshot, "float32", "cpu", revision=other)
+    assert load_target(snapshot, "float32", "cpu", revision=one).revision == one
+    check_revision(tmp_path, other)  # nothing in the path tells another commit
+
+
+def test_an_outline_builds_the_same_prompts_and_reads_one_tensor(saved, monkeypatch):
+    target, folder = saved
+    read = []
+    inside = model_source.safe_open
+
+    @contextlib.contextmanager
+    def opened(path, framework):
+        with inside(path, framework=framework) as file:
+            yield SimpleNamespace(
+                keys=file.keys,
+                get_tensor=lambda name: read.append(name) or file.get_tensor(name),
+            )
+
+    monkeypatch.setattr(model_source, "safe_open", opened)
+    outline = outline_target(read_files(folder))
+    assert [name.rpartition(".")[0].rpartition(".")[2] for name in read] == ["embed_tokens"]
+    prompt = target.build_prompt("describe the clip", 3)
+    assert torch.equal(outline.build_prompt("describe the clip", 3), prompt)
+    assert outline.stop_ids == target.stop_ids
+    assert outline.mask_token_id == target.mask_token_id
+    assert outline.template_sha256 == target.template_sha256
+    assert all(p.is_meta for n, p in outline.model.named_parameters() if "embed_tokens" not in n)
+
+
+def test_an_embedding_of_another_shape_is_named(copy):
+    content = json.loads((copy / "config.json").read_text())
+    edit_json(copy / "config.json", text_config={**content["text_config"], "vocab_size": 50})
+    with pytest.raises(
+        InputError, match=r"embed_tokens\.weight: found \(\d+, 32\), allowed: \(50, 32\)"
+    ):
+        outline_target(read_files(copy))
 
 
 def test_the_text_config_hash_covers_what_a_drafter_relies_on():

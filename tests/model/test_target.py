@@ -1,5 +1,7 @@
 """The target's forward passes: against `generate`, against full passes, on every backend."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -145,6 +147,16 @@ def test_vision_encoding_does_not_depend_on_chunks():
     for size in (1, 2, 3):
         torch.testing.assert_close(target.encode_video(pixels, size), whole, atol=1e-12, rtol=0)
     assert torch.equal(whole[-1], target.model.model.image_newline)
+
+
+def test_a_newline_a_frame_is_refused(monkeypatch):
+    """Ports of this family differ in where the newline token goes; here it ends the video."""
+    target = tiny_target(9)
+    features = torch.zeros(1, 2 * 10, target.hidden_size)
+    given = SimpleNamespace(pooler_output=features)
+    monkeypatch.setattr(target.model, "get_video_features", lambda *_, **__: given)
+    with pytest.raises(InputError, match="2 frames became 20 video tokens, allowed: 19"):
+        target.encode_video(target.prepare_frames(tiny_frames(9, 2)))
 
 
 def test_the_clip_changes_the_logits():

@@ -266,6 +266,9 @@ class Target:
 
         Returns:
             (T * tokens_per_frame + 1, H); the last row is the newline token.
+
+        Raises:
+            InputError: the model gives another number of tokens, such as a newline a frame.
         """
         chunks = pixel_values.split(frames_per_chunk, dim=1)
         parts = []
@@ -273,6 +276,12 @@ class Target:
             # (1, t * tokens_per_frame + 1, H): every call appends the newline, only the last stays.
             features = self.model.get_video_features(chunk, return_dict=True).pooler_output
             parts.append(features[0] if number == len(chunks) else features[0, :-1])
+            expected = chunk.shape[1] * self.tokens_per_frame + 1
+            if features.shape[1] != expected:
+                raise InputError(
+                    f"{self.source}: {chunk.shape[1]} frames became {features.shape[1]} video "
+                    f"tokens, allowed: {expected}, {self.tokens_per_frame} a frame and one newline"
+                )
         return torch.cat(parts)
 
     def prefill(

@@ -142,8 +142,20 @@ def pixel_values(
     return ((pixels * settings.rescale_factor - mean) / std).to(dtype)[None]
 
 
+def prompt_text(target: Target, question: str) -> str:
+    """One user turn with a video and a question through the chat template, ready for the answer."""
+    content = [{"type": "video"}, {"type": "text", "text": question}]
+    text: str = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}],
+        chat_template=target.template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    return text
+
+
 def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
-    """Token ids of one user turn with a video and a question, ready for the answer.
+    """Token ids of `prompt_text`.
 
     Args:
         target: its tokenizer and chat template are used.
@@ -154,13 +166,7 @@ def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
         InputError: the template, or a question that spells a placeholder, does not give exactly
             one video placeholder and no image.
     """
-    content = [{"type": "video"}, {"type": "text", "text": question}]
-    text = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}],
-        chat_template=target.template,
-        add_generation_prompt=True,
-        tokenize=False,
-    )
+    text = prompt_text(target, question)
     ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     video_id = target.video_token_id
     videos, images = ids.count(video_id), ids.count(target.image_token_id)

@@ -5,31 +5,35 @@ Only local folders in the standard Hugging Face layout are read: `config.json`,
 preprocessor's settings. Nothing here opens a socket.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json
 from vflash_analysis.schemas import PAPER_TARGET
+from vflash_analysis.sizes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B, TargetShape
 
-# llava-hf/llava-onevision-qwen2-7b-ov-hf: text stack of Qwen2-7B, SigLIP vision tower.
-LLAVA_ONEVISION_7B_TEXT: Mapping[str, object] = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 28,
-    "hidden_size": 3584,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "max_position_embeddings": 32768,
+if TYPE_CHECKING:
+    from vflash_analysis.model.inputs import FramePreprocessing
+
+# Checkpoints on the hub whose facts are known; the chat variant is another target of equal shape.
+KNOWN_SHAPES: Mapping[str, TargetShape] = {
+    PAPER_TARGET: LLAVA_ONEVISION_7B,
+    "llava-onevision-qwen2-7b-ov-chat-hf": LLAVA_ONEVISION_7B,
+    "llava-onevision-qwen2-0.5b-ov-hf": LLAVA_ONEVISION_05B,
 }
-LLAVA_ONEVISION_7B_ROPE_THETA = 1e6
-LLAVA_ONEVISION_7B_TOKENS_PER_FRAME = 196
+_FACTS = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _SAMPLE_BYTES = 1 << 20
 _HASHED_WHOLE = 64 << 20
@@ -63,24 +67,21 @@ def check_safetensors(path: Path) -> None:
         raise InputError(f"{path}: {size} bytes, no whole safetensors file ({error})") from error
 
 
-def check_weights(folder: Path) -> None:
-    """Check every safetensors file that a folder's weights need.
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a folder's weights, by its index if it has one.
 
     Raises:
-        InputError: no safetensors weights (other formats are named), or a damaged or missing one.
+        InputError: no safetensors weights; other formats are named.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index}: found no weight_map")
-        for name in sorted(set(weight_map.values())):
-            check_safetensors(folder / name)
-        return
+        return [folder / name for name in sorted(set(weight_map.values()))]
     single = folder / "model.safetensors"
     if single.is_file():
-        check_safetensors(single)
-        return
+        return [single]
     others = sorted(
         path.name
         for path in folder.iterdir()
@@ -88,6 +89,32 @@ def check_weights(folder: Path) -> None:
     )
     found = ", ".join(others) if others else "no weight file"
     raise InputError(f"{folder}: found {found}, allowed: model.safetensors or its sharded index")
+
+
+def check_weights(folder: Path) -> None:
+    """Check every safetensors file that a folder's weights need.
+
+    Raises:
+        InputError: no safetensors weights, or a damaged or missing one.
+    """
+    for path in weight_files(folder):
+        check_safetensors(path)
+
+
+def read_tensor(folder: Path, suffix: str) -> Tensor:
+    """The one tensor of a folder's weights whose name ends so; nothing else is read.
+
+    Raises:
+        InputError: none or several do.
+    """
+    found = []
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            found += [(path, name) for name in file.keys() if name.endswith(suffix)]  # noqa: SIM118
+    if len(found) != 1:
+        raise InputError(f"{folder}: found {len(found)} tensors named *{suffix}, allowed: 1")
+    with safe_open(found[0][0], framework="pt") as file:
+        return file.get_tensor(found[0][1])
 
 
 def check_folder(source: str | Path) -> Path:
@@ -206,45 +233,74 @@ def check_full_attention(text_config: Any) -> None:
         )
 
 
-def is_llava_onevision_7b(config: Any, name: str = "") -> bool:
-    """Whether a target claims to be the paper's, by its name or by its text width."""
-    return name == PAPER_TARGET or (
-        config.model_type == "llava_onevision"
-        and config.get_text_config(decoder=True).hidden_size
-        == LLAVA_ONEVISION_7B_TEXT["hidden_size"]
-    )
+def known_shape(config: Any, name: str = "") -> TargetShape | None:
+    """The shape that a target claims to have, by its name or else by its text width; None: unknown."""
+    if name in KNOWN_SHAPES:
+        return KNOWN_SHAPES[name]
+    width = config.get_text_config(decoder=True).hidden_size
+    if config.model_type != "llava_onevision":
+        return None
+    return next((s for s in KNOWN_SHAPES.values() if s.hidden_size == width), None)
 
 
-def check_llava_onevision_7b(config: Any, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Assert the facts that the published numbers rest on.
+def check_known(
+    folder: Path, config: Any, shape: TargetShape, preprocessing: FramePreprocessing
+) -> None:
+    """Assert the facts that published numbers rest on.
 
     Args:
-        config: the config of a target that `is_llava_onevision_7b` takes for the paper's.
-        mean: `image_mean` of the checkpoint's frame settings.
-        std: `image_std`.
+        folder: for messages.
+        config: the target's.
+        shape: of `known_shape`.
+        preprocessing: the checkpoint's frame settings.
 
     Raises:
-        InputError: lists every fact that differs, found and expected.
+        InputError: lists every fact that differs: its file and key, what was found, what is allowed.
     """
-    text = config.get_text_config(decoder=True)
-    facts: list[tuple[str, object, object]] = [
-        (name, getattr(text, name, None), expected)
-        for name, expected in LLAVA_ONEVISION_7B_TEXT.items()
-    ]
+    text, vision = config.get_text_config(decoder=True), config.vision_config
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    side = config.vision_config.image_size // config.vision_config.patch_size
+    seen = shape.vision
+    assert seen is not None
+    own = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "intermediate_size": shape.intermediate_size,
+        **_FACTS,
+    }
+    found = {name: getattr(text, name, None) for name in own} | {"rope_theta": rope_theta(text)}
+    facts: list[tuple[str, object, object]] = [
+        (f"config.json: text_config.{name}", found[name], allowed) for name, allowed in own.items()
+    ]
+    side = vision.image_size // vision.patch_size
+    frames = Path(preprocessing.file).name
     facts += [
-        ("head_dim", head_dim, 128),
-        ("rope_theta", rope_theta(text), LLAVA_ONEVISION_7B_ROPE_THETA),
-        ("vision model_type", config.vision_config.model_type, "siglip_vision_model"),
-        ("tokens per frame", ((side + 1) // 2) ** 2, LLAVA_ONEVISION_7B_TOKENS_PER_FRAME),
-        ("image_mean", tuple(mean), (0.5, 0.5, 0.5)),
-        ("image_std", tuple(std), (0.5, 0.5, 0.5)),
+        ("config.json: text_config: head size", head_dim, shape.head_dim),
+        ("config.json: vision_config.model_type", vision.model_type, "siglip_vision_model"),
+        (
+            "config.json: vision_config.image_size and patch_size: tokens a frame",
+            ((side + 1) // 2) ** 2,
+            seen.tokens_per_frame,
+        ),
+        (f"{frames}: image_mean", tuple(preprocessing.mean), (0.5, 0.5, 0.5)),
+        (f"{frames}: image_std", tuple(preprocessing.std), (0.5, 0.5, 0.5)),
     ]
     wrong = [
-        f"{name} {found} (expected {expected})"
-        for name, found, expected in facts
-        if found != expected
+        f"{name}: found {is_}, allowed: {allowed}" for name, is_, allowed in facts if is_ != allowed
     ]
     if wrong:
-        raise InputError(f"LLaVA-OneVision-7B config differs: {'; '.join(wrong)}")
+        raise InputError(f"{folder} is no such LLaVA-OneVision: {'; '.join(wrong)}")
+
+
+def check_revision(folder: Path, wanted: str | None) -> None:
+    """Refuse a folder of a Hugging Face cache that holds another commit than the one asked for.
+
+    A folder without a commit in its path cannot be told from its revision; it passes.
+
+    Raises:
+        InputError: names both commits.
+    """
+    found = folder_revision(folder)
+    if wanted and _COMMIT.fullmatch(wanted) and _COMMIT.fullmatch(found) and wanted != found:
+        raise InputError(f"target.revision: found {wanted}, allowed: {found}, which {folder} holds")

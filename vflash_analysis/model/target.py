@@ -6,11 +6,17 @@ itself is in `frozen.py`; its names are importable from here.
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs, text_stack
@@ -19,7 +25,18 @@ from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.cache import BLOCK_SIZE
 from vflash_analysis.model.frozen import ATTENTIONS, Forward, Prefill, Target, check_config
 
-__all__ = ["ATTENTIONS", "BLOCK_SIZE", "DTYPES", "Forward", "Prefill", "Target", "load_target"]
+__all__ = [
+    "ATTENTIONS",
+    "BLOCK_SIZE",
+    "DTYPES",
+    "Forward",
+    "Prefill",
+    "Target",
+    "TargetFiles",
+    "load_target",
+    "outline_target",
+    "read_files",
+]
 
 DTYPES = {
     "float64": torch.float64,
@@ -29,6 +46,83 @@ DTYPES = {
 }
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A checkpoint's small files, read and checked, before any weight is.
+
+    Attributes:
+        folder: the checkpoint's. name, revision: as records show them.
+        config, generation_config: Hugging Face's objects.
+        tokenizer: its tokenizer. template: its chat template and that one's file, None where only
+            the tokenizer has one.
+        preprocessing: its frame settings.
+    """
+
+    folder: Path
+    name: str
+    revision: str
+    config: Any
+    generation_config: Any
+    tokenizer: Any
+    template: tuple[str, str] | None
+    preprocessing: inputs.FramePreprocessing
+
+
+def read_files(source: str | Path, revision: str | None = None) -> TargetFiles:
+    """Read and check everything of a checkpoint but its weights, of which only headers are read.
+
+    Args:
+        source: the folder.
+        revision: the one asked for; None reads it from a Hugging Face cache's folder name.
+
+    Raises:
+        InputError: the folder, a file in it, the model's kind, a fact of a known checkpoint or the
+            revision is not as it must be; names file and key.
+    """
+    folder = folders.check_folder(source)
+    folders.check_revision(folder, revision)
+    folders.check_weights(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_config(config, str(folder))
+    preprocessing = inputs.read_frame_preprocessing(folder)
+    name = folders.folder_name(folder)
+    shape = folders.known_shape(config, name)
+    if shape is not None:
+        folders.check_known(folder, config, shape, preprocessing)
+    image_size = config.vision_config.image_size
+    if (preprocessing.height, preprocessing.width) != (image_size, image_size):
+        raise InputError(
+            f"{preprocessing.file}: size: found {preprocessing.height} x {preprocessing.width}, "
+            f"allowed: the vision tower's {image_size} x {image_size}"
+        )
+    stops = folder / "generation_config.json"
+    return TargetFiles(
+        folder,
+        name,
+        folders.folder_revision(folder) if revision is None else revision,
+        config,
+        GenerationConfig.from_pretrained(folder, local_files_only=True)
+        if stops.is_file()
+        else GenerationConfig.from_model_config(config),
+        AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        inputs.read_chat_template(folder),
+        preprocessing,
+    )
+
+
+def _target(files: TargetFiles, model: Any, attention: str, sha256: str) -> Target:
+    return Target(
+        model,
+        files.tokenizer,
+        files.preprocessing,
+        attention,
+        files.template,
+        files.name,
+        sha256,
+        files.revision,
+    )
 
 
 def load_target(
@@ -47,7 +141,7 @@ def load_target(
         device: "cpu" or "cuda".
         attention: "vflash", "sdpa" or "eager", for the text stack.
         compile: compile every decoder layer with `torch.compile`.
-        revision: recorded beside results; None reads it from a Hugging Face cache's folder name.
+        revision: see `read_files`; recorded beside results.
 
     Raises:
         InputError: the folder, a file in it, the model's kind or its weights are not usable; the
@@ -61,37 +155,19 @@ def load_target(
         raise InputError(f"attention: found {attention!r}, allowed: {', '.join(ATTENTIONS)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise InputError("device: found 'cuda', but torch sees no CUDA device, allowed: cpu")
-    folders.check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    check_config(config, str(folder))
-    preprocessing = inputs.read_frame_preprocessing(folder)
-    name = folders.folder_name(folder)
-    if folders.is_llava_onevision_7b(config, name):
-        folders.check_llava_onevision_7b(config, preprocessing.mean, preprocessing.std)
-    image_size = config.vision_config.image_size
-    if (preprocessing.height, preprocessing.width) != (image_size, image_size):
-        raise InputError(
-            f"{preprocessing.file}: size: found {preprocessing.height} x {preprocessing.width}, "
-            f"allowed: the vision tower's {image_size} x {image_size}"
-        )
+    files = read_files(folder, revision)
     _log.info("loading %s in %s", folder, torch_dtype)
     model, info = AutoModelForImageTextToText.from_pretrained(
-        folder, config=config, dtype=torch_dtype, local_files_only=True, output_loading_info=True
+        folder,
+        config=files.config,
+        dtype=torch_dtype,
+        local_files_only=True,
+        output_loading_info=True,
     )
     _check_loading(folder, info)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     _check_dtype(folder, model, torch_dtype)
-    target = Target(
-        # Only moved: `.to(dtype)` would also round the rotary frequencies, which stay fp32.
-        model.to(device),
-        tokenizer,
-        preprocessing,
-        attention,
-        inputs.read_chat_template(folder),
-        name,
-        folders.folder_sha256(folder),
-        folders.folder_revision(folder) if revision is None else revision,
-    )
+    # Only moved: `.to(dtype)` would also round the rotary frequencies, which stay fp32.
+    target = _target(files, model.to(device), attention, folders.folder_sha256(folder))
     text_stack.store_input_major(target.text_model)
     if target.ignored_generation_settings:
         _log.warning(
@@ -103,6 +179,28 @@ def load_target(
         for layer in target.text_model.layers:
             layer.compile(dynamic=True)
     return target
+
+
+def outline_target(files: TargetFiles) -> Target:
+    """A target that can build prompts and name its special tokens, but not run.
+
+    Of the weights only the input embedding is read, which the masked slots' row is chosen from.
+
+    Raises:
+        InputError: the weights hold no input embedding, or the target cannot be used.
+    """
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(files.config)
+    model.generation_config = files.generation_config
+    embedding = model.get_input_embeddings()
+    weight = folders.read_tensor(files.folder, "embed_tokens.weight")
+    if weight.shape != embedding.weight.shape:
+        raise InputError(
+            f"{files.folder}: embed_tokens.weight: found {tuple(weight.shape)}, allowed: "
+            f"{tuple(embedding.weight.shape)} as config.json says"
+        )
+    embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return _target(files, model, NAME, "")
 
 
 def _check_loading(folder: Path, info: dict[str, Any]) -> None:
