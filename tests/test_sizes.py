@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,22 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
 )
 
-from tests.tiny import tiny_config, tiny_drafter, tiny_target
+from tests.memory import traced
+from tests.tiny import (
+    IMAGE,
+    PREPROCESSING,
+    VIDEO,
+    tiny_config,
+    tiny_drafter,
+    tiny_frames,
+    tiny_model,
+    tiny_target,
+    tiny_tokenizer,
+)
 from vflash_analysis import sizes
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter
+from vflash_analysis.model.target import Target
 from vflash_analysis.sizes import (
     LLAVA_ONEVISION_05B,
     LLAVA_ONEVISION_7B,
@@ -160,6 +173,37 @@ def test_sizes_of_what_is_held_in_memory(tmp_path):
     kept = [*moments, *(p.grad for p in drafter.parameters())]
     counted = [t for t in kept if t is not None]
     assert sum(t.numel() * 4 for t in counted) == sizes.optimizer_bytes(own)
+
+
+@pytest.mark.parametrize(("frames", "wide"), [(8, 269), (40, 269), (40, 500)])
+def test_peaks_of_vision_and_prefill_as_measured(frames, wide, tmp_path):
+    """Proportions of the 7B at small widths; what is left out, logits and masks, is small there."""
+    config = tiny_config(q_heads=14, head_dim=16, max_positions=4096).to_dict()
+    config["text_config"]["intermediate_size"] = 1184
+    config["vision_config"] |= {"hidden_size": 72, "intermediate_size": wide, "image_size": 96}
+    config["vision_config"]["patch_size"] = 8
+    made = LlavaOnevisionConfig(
+        text_config=config["text_config"],
+        vision_config=config["vision_config"],
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+    )
+    settings = replace(PREPROCESSING, height=96, width=96)
+    model = tiny_model(0, made, torch.float32)
+    target = Target(model, tiny_tokenizer(), settings)
+    made.save_pretrained(tmp_path)
+    shape = read_shape(tmp_path / "config.json")
+    pixels = target.prepare_frames(tiny_frames(0, frames))
+    assert sizes.pixel_bytes(shape, frames, 4) == pixels.nbytes
+    vision = traced(lambda: target.encode_video(pixels))
+    assert vision.peak == pytest.approx(sizes.vision_bytes(shape, frames, 4), rel=0.05)
+    target.encode_video = lambda _: features  # type: ignore[method-assign]
+    features = torch.zeros(frames * 36 + 1, target.hidden_size)
+    prompt = target.build_prompt("what happens", frames)
+    cache = target.new_cache(len(prompt), 8)
+    prefill = traced(lambda: target.prefill(prompt, pixels, cache, (1,)))
+    expected = sizes.prefill_bytes(shape, len(prompt), 4) + len(prompt) * target.hidden_size * 4
+    assert prefill.peak == pytest.approx(expected, rel=0.02)
 
 
 def test_a_roofline_takes_the_slower_of_reading_and_computing():

@@ -262,26 +262,35 @@ def optimizer_bytes(drafter: DrafterShape) -> int:
     return 3 * 4 * drafter.parameters
 
 
-def vision_chunk_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
-    """Most bytes that one pass of the vision tower holds beyond its weights.
+def vision_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
+    """Most bytes that encoding a clip holds beyond weights and pixels.
 
-    In the MLP of an encoder layer: the residual, its norm, and the wide states before and after
-    the activation, of every patch of the chunk.
+    Over a chunk of frames, what every layer gave (Hugging Face keeps it) and the more of two: in
+    the last layer's MLP its norm and the wide states before and after the activation, in the
+    projector three states of the decoder's width. Beside it the video tokens of earlier chunks.
     """
     vision = shape.vision
     if vision is None:
         return 0
-    rows = min(frames, FRAMES_PER_CHUNK) * vision.patches
-    return rows * (2 * vision.hidden_size + 2 * vision.intermediate_size) * itemsize
+    chunk = min(frames, FRAMES_PER_CHUNK)
+    mlp = vision.hidden_size + 2 * vision.intermediate_size
+    widths = (vision.num_layers + 1) * vision.hidden_size + max(mlp, 3 * shape.hidden_size)
+    earlier = (frames // chunk - 1) * chunk * vision.tokens_per_frame * shape.hidden_size
+    return (chunk * vision.patches * widths + earlier) * itemsize
+
+
+def pixel_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
+    """Bytes of a clip's frames as the vision tower takes them."""
+    return 0 if shape.vision is None else 3 * frames * shape.vision.image_size**2 * itemsize
 
 
 def prefill_bytes(shape: TargetShape, rows: int, itemsize: int) -> int:
     """Most bytes that a prefill of `rows` positions holds beyond weights, cache and taps.
 
-    In the MLP of a decoder layer: embedded inputs, the residual, its norm, and gate, up and their
-    product.
+    In the MLP of a decoder layer: embedded inputs, the layer's input, the residual, its norm, and
+    gate, up and their product.
     """
-    return rows * (3 * shape.hidden_size + 3 * shape.intermediate_size) * itemsize
+    return rows * (4 * shape.hidden_size + 3 * shape.intermediate_size) * itemsize
 
 
 # ---------------------------------------------------------------- one forward
