@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vflash_analysis import config, paths, runner, stages, strict
+from vflash_analysis import config, estimate, paths, runner, stages, strict
 from vflash_analysis.errors import InputError
 
 app = typer.Typer(
@@ -100,14 +100,23 @@ def plan(
     keep_stale: StaleOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every shard of a run: its notebook, folder and what it needs."""
+    """Show every shard of a run, and what the run takes: hours, disk and device memory."""
     shards = stages.plan(profile, _overrides(set_), ablation, all_clips, keep_stale)
     rows = [shard.as_json() for shard in shards]
     if not as_json:
         for row in rows:
             row["state"] = ("stale" if row["stale"] else "done") if row["done"] else "to do"
         _print_table(rows, ["name", "state", "run_id", "folder"])
-    _say({"profile": profile, "shards": rows}, as_json)
+    settings = config.load_profile(profile, _overrides(set_))
+    told = estimate.describe(settings, ablation)
+    if told and not as_json:
+        print()
+        shown = [row | {"disk": estimate.size(row["disk_bytes"])} for row in told["stages"]]
+        hours = ["gpu_hours"] if shown[0]["gpu_hours"] is not None else []
+        _print_table(shown, ["stage", "shards", *hours, "disk"])
+        for line in told["notes"]:
+            print(line)
+    _say({"profile": profile, "shards": rows, "estimate": told}, as_json)
 
 
 @app.command()
@@ -131,17 +140,19 @@ def status(
 
 @app.command()
 def doctor(profile: ProfileOption = "pocket", as_json: JsonOption = False) -> None:
-    """Show what this machine has and what the profile wants."""
+    """Show what this machine has, what the profile wants, and what its target is and needs."""
     from vflash_analysis.environment import environment_table
 
     table = environment_table(config.load_profile(profile))
-    rows = table.to_dict("records")
+    rows: list[dict[Any, Any]] = [*table.to_dict("records"), *runner.ask_preflight(profile, {})]
     for row in rows:
         there = "absent" if row["found"] == "missing" else "ok"
+        there = "differs" if row["note"].startswith("differs") else there
         row["state"] = there if row["ok"] else "MISSING"
     _print_table(rows, ["item", "found", "wanted", "state", "note"])
-    _say({"ok": bool(table["ok"].all()), "items": rows}, as_json)
-    raise typer.Exit(0 if table["ok"].all() else 1)
+    ok = all(row["ok"] for row in rows)
+    _say({"ok": ok, "items": rows}, as_json)
+    raise typer.Exit(0 if ok else 1)
 
 
 @app.command()

@@ -68,7 +68,8 @@ def kernel_command() -> list[str] | None:
         return None
 
 
-def _row(item: str, found: Any, wanted: str, ok: bool, note: str = "") -> dict[str, Any]:
+def row(item: str, found: Any, wanted: str, ok: bool, note: str = "") -> dict[str, Any]:
+    """One row of `environment_table`."""
     shown = "missing" if found is None else str(found)
     return {"item": item, "found": shown, "wanted": wanted, "ok": ok, "note": note}
 
@@ -87,7 +88,7 @@ def _package_rows() -> list[dict[str, Any]]:
             note = f"extra [{group}]: {need}" if version is None else ""
             if version and pin != "any" and version.split("+")[0] != pin:
                 note = "differs from requirements.lock"
-            rows.append(_row(name, version, pin, version is not None or group != "base", note))
+            rows.append(row(name, version, pin, version is not None or group != "base", note))
     return rows
 
 
@@ -103,9 +104,9 @@ def _reader_rows() -> list[dict[str, Any]]:
     shown = ", ".join(f"{name} {found[name]}" for name in usable) or None
     note = "" if usable else "no reader of video files: install decord, eva-decord, decord2 or av"
     return [
-        _row("frame readers", shown, " or ".join(READERS), bool(usable), note),
-        _row("reader threads", READER_THREADS, "any", True),
-        _row("eof_retry", os.environ.get(EOF_RETRY, "default"), "any", True, EOF_RETRY),
+        row("frame readers", shown, " or ".join(READERS), bool(usable), note),
+        row("reader threads", READER_THREADS, "any", True),
+        row("eof_retry", os.environ.get(EOF_RETRY, "default"), "any", True, EOF_RETRY),
     ]
 
 
@@ -113,15 +114,15 @@ def _device_rows(profile: Profile) -> list[dict[str, Any]]:
     wanted = profile.target.device
     if importlib.util.find_spec("torch") is None:
         return [
-            _row("device", None, wanted, False, "torch is not installed: pip install -e .[torch]")
+            row("device", None, wanted, False, "torch is not installed: pip install -e .[torch]")
         ]
     import torch
 
     there = wanted == "cpu" or torch.cuda.is_available()
     name = device_label(wanted if there else "cpu")
     note = "" if there else "the profile wants a CUDA device"
-    rows = [_row("device", name, wanted, there, note)]
-    return [*rows, _row("torch threads", torch.get_num_threads(), "any", True)]
+    rows = [row("device", name, wanted, there, note)]
+    return [*rows, row("torch threads", torch.get_num_threads(), "any", True)]
 
 
 def _place_rows(profile: Profile) -> list[dict[str, Any]]:
@@ -132,33 +133,33 @@ def _place_rows(profile: Profile) -> list[dict[str, Any]]:
             folder = config.target_folder(profile.target)
             there = (folder / "config.json").is_file()
             note = "" if there else "no config.json there"
-            rows.append(_row("target", paths.relative_to_root(folder), "a checkpoint", there, note))
+            rows.append(row("target", paths.relative_to_root(folder), "a checkpoint", there, note))
         except InputError as error:
-            rows.append(_row("target", None, "a checkpoint", False, str(error)))
+            rows.append(row("target", None, "a checkpoint", False, str(error)))
     if profile.clips.source == "suites":
         try:
             folder = config.data_folder()
-            rows.append(_row("videos", str(folder), "a folder", folder.is_dir()))
+            rows.append(row("videos", str(folder), "a folder", folder.is_dir()))
         except InputError as error:
-            rows.append(_row("videos", None, "a folder", False, str(error)))
+            rows.append(row("videos", None, "a folder", False, str(error)))
     free_gb = shutil.disk_usage(paths.ROOT).free / 1e9
-    rows.append(_row("free disk", f"{free_gb:.1f} GB", "2 GB or more", free_gb >= 2))
+    rows.append(row("free disk", f"{free_gb:.1f} GB", "2 GB or more", free_gb >= 2))
     command = kernel_command()
     ours = command is not None and Path(command[0]).name.startswith("python")
     note = "" if ours else "pip install -e .[notebooks]"
-    rows.append(_row("kernel python3", command and command[0], "this interpreter", ours, note))
+    rows.append(row("kernel python3", command and command[0], "this interpreter", ours, note))
     return rows
 
 
 def environment_table(profile: Profile) -> pd.DataFrame:
     """What is there and what the profile wants: columns item, found, wanted, ok, note."""
     wanted = ">=3.11"
-    rows = [_row("python", platform.python_version(), wanted, sys.version_info >= (3, 11))]
+    rows = [row("python", platform.python_version(), wanted, sys.version_info >= (3, 11))]
     rows += _package_rows()
     version = package_versions(["transformers"])["transformers"]
     if version is not None and not transformers_fits(version):
         low, high = (".".join(map(str, end)) for end in TRANSFORMERS_RANGE)
-        rows.append(_row("transformers range", version, f">={low},<{high}", False))
+        rows.append(row("transformers range", version, f">={low},<{high}", False))
     rows += [*_reader_rows(), *_device_rows(profile), *_place_rows(profile)]
     return pd.DataFrame(rows)
 

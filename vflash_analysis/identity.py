@@ -25,6 +25,7 @@ ORCHESTRATION = frozenset(
     for name in (
         "paths", "errors", "config", "strict", "environment", "identity", "locks", "stages",
         "notebook", "execute", "progress", "workers", "runner", "publish", "demo", "cli",
+        "estimate", "preflight",
     )
 )  # fmt: skip
 ABSENT = "absent"

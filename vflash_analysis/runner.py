@@ -7,6 +7,7 @@ running again does nothing and says so; a failed notebook is kept beside its res
 a failed shard is left out and named in the summary.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -20,12 +21,12 @@ from typing import Any
 
 import pandas as pd
 
-from vflash_analysis import paths, records
+from vflash_analysis import config, paths, records
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
 from vflash_analysis.progress import ProgressLine, clock
-from vflash_analysis.stages import Shard, missing_inputs
+from vflash_analysis.stages import STAGES, Shard, missing_inputs
 
 STATUSES = ("ok", "skipped", "bad input", "error", "died", "timeout", "incomplete", "blocked")
 GOOD = ("ok", "skipped")
@@ -224,6 +225,52 @@ class Durations:
         records.write_json_atomic(self._file, self._known)
 
 
+def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of `preflight.target_rows`, from a process that may load what this one does not.
+
+    Without torch there are none: `environment_table` says that it is not installed.
+
+    Raises:
+        InputError: that process failed; its last line is told.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return []
+    answer = subprocess.run(
+        [sys.executable, "-m", "vflash_analysis.preflight"],
+        input=json.dumps({"profile": profile, "overrides": dict(overrides)}),
+        capture_output=True,
+        text=True,
+        cwd=paths.ROOT,
+        env={**os.environ, "VFLASH_ROOT": str(paths.ROOT)},
+    )
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        raise InputError(f"the target cannot be looked at: {last}")
+    rows: list[dict[str, Any]] = json.loads(answer.stdout.splitlines()[-1])["rows"]
+    return rows
+
+
+def _refuse_unfit(waiting: Sequence[Shard]) -> None:
+    """Refuse a run whose target or device cannot do it, before its first shard.
+
+    Only a target that this machine brings, or one on a GPU, is looked at: a tracked one on the CPU
+    is found out soon enough.
+
+    Raises:
+        InputError: says what is wrong with the first thing that is.
+    """
+    needy = next((s for s in waiting if "target" in (s.stage, *STAGES[s.stage].needs)), None)
+    if needy is None:
+        return
+    own = needy.parameters
+    settings = config.load_profile(own["profile"], own["overrides"]).target
+    if settings.source is not None and settings.device == "cpu":
+        return
+    for row in ask_preflight(own["profile"], own["overrides"]):
+        if not row["ok"]:
+            raise InputError(f"{row['item']}: {row['note']}")
+
+
 def select(shards: Sequence[Shard], only: Sequence[str]) -> list[Shard]:
     """The shards of the named stages, or with the given names; all of them when none is named.
 
@@ -269,6 +316,7 @@ def run_plan(
     absent = missing_inputs(waiting)
     if absent:
         raise InputError(absent[0])
+    _refuse_unfit(waiting)
     durations = Durations(profile)
     finished = {shard.name for shard in shards if shard.done}
     outcomes: list[Outcome] = []

@@ -48,6 +48,14 @@ class Task:
 
 
 @dataclass(frozen=True)
+class ExpectedPrompt:
+    """Tokens of a whole prompt, video included, as published for a number of frames."""
+
+    num_frames: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Suite:
     """One YAML file of `data/suites/`: where a public suite comes from and how its folder is read.
 
@@ -59,6 +67,8 @@ class Suite:
         extensions: tried in this order after the name that the metadata gives.
         prompt: "question" asks the row's own question, "description" `DESCRIPTION_PROMPT`.
         tasks: for suites with a file per task.
+        question: one of the suite's own as it is documented, where the rule is "question".
+        expected_prompt_tokens: what the paper's prompts come to, to check one's own by.
     """
 
     name: str
@@ -73,6 +83,8 @@ class Suite:
     extensions: tuple[str, ...]
     prompt: Literal["question", "description"]
     tasks: tuple[Task, ...] | None
+    question: str | None = None
+    expected_prompt_tokens: ExpectedPrompt | None = None
 
 
 def load_suite(path: str | os.PathLike[str]) -> Suite:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -115,6 +116,15 @@ def read_tensor(folder: Path, suffix: str) -> Tensor:
         raise InputError(f"{folder}: found {len(found)} tensors named *{suffix}, allowed: 1")
     with safe_open(found[0][0], framework="pt") as file:
         return file.get_tensor(found[0][1])
+
+
+def stored_numbers(folder: Path) -> int:
+    """Elements of all tensors in a folder's weights, by the headers of its files."""
+    total = 0
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
 
 
 def check_folder(source: str | Path) -> Path:

@@ -1,0 +1,105 @@
+"""Hours and bytes before a run, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from vflash_analysis import config, estimate, sizes
+from vflash_analysis.config import DrafterKey
+from vflash_analysis.estimate import H100
+
+H100_PROFILE = config.load_profile("h100")
+OWN = estimate.sizes_of(H100_PROFILE, sizes.LLAVA_ONEVISION_7B)
+
+
+def test_memory_to_decode_the_papers_setting():
+    """Weights 16.1 GB, keys and values 1.44 GB + 317 rows, states 0.72 GB, drafters of 0.98 B."""
+    parts = estimate.decode_memory(H100_PROFILE, OWN)
+    assert OWN.prompt_tokens == 25_119
+    assert parts["weights"] == 2 * 8_030_807_584
+    assert parts["KV cache"] == 57_344 * (25_119 + 256 + 61)
+    assert parts["tapped states"] == 28_672 * 25_119
+    assert parts["drafters (2)"] == 2 * 2 * 983_601_152
+    assert parts["drafter's KV cache"] == 2 * 4 * 4 * 128 * 2 * (25_119 + 256 + 16)
+    assert parts["pixels"] == 128 * 3 * 384 * 384 * 2
+    # the decoder's MLP over the prompt outweighs a chunk of 16 frames in the vision tower
+    assert parts["prefill or a vision chunk"] == 25_119 * (4 * 3584 + 3 * 18944) * 2
+
+
+def test_an_autoregressive_step_takes_what_the_page_prints():
+    """10.6 to 11.1 ms a token on one H100."""
+    assert 10.6e-3 <= estimate._step_s(OWN, H100, 256) <= 11.1e-3
+
+
+def test_hours_of_decoding_are_a_product():
+    profile = dataclasses.replace(
+        H100_PROFILE,
+        decode=dataclasses.replace(
+            H100_PROFILE.decode, methods=("ar", "chain", "hf_generate"), comparison_clips=10
+        ),
+    )
+    stages = {s.stage: s for s in estimate.estimate_stages(profile, OWN, [])}
+    prefill_s = estimate._compute_s(estimate._prefill(profile, OWN), H100)
+    texts = 50 + 2 * 50 + 10  # autoregressive, the chain with two drafters, Hugging Face's on 10
+    text_s = 256 * estimate._step_s(OWN, H100, 256)
+    expected = 15 * (50 * prefill_s + texts * text_s) / 3600
+    assert stages["decode"].gpu_hours == pytest.approx(expected)
+    assert stages["decode"].shards == 15
+    assert stages["drafter"].gpu_hours == 0.0 == stages["drafter"].disk_bytes
+
+
+def test_hours_of_training_grow_with_steps_and_reveal_rounds():
+    def hours(*keys: DrafterKey) -> float:
+        stages = estimate.estimate_stages(H100_PROFILE, OWN, keys)
+        return next(s.gpu_hours for s in stages if s.stage == "drafter")
+
+    mask, flow = (DrafterKey(a, 0, 1000, 20_000) for a in ("mask_only", "self_reveal"))
+    assert hours(mask, flow) == pytest.approx(hours(mask) + hours(flow))
+    mask_flops, flow_flops = (
+        estimate.drafter_step_work(H100_PROFILE, OWN, key.arm).flops for key in (mask, flow)
+    )
+    context = sizes.context_work(OWN.drafter, OWN.prompt_tokens, 2).flops
+    # 3 forwards of a block against 3 + 3 + 1, the context's 3 in both
+    block = (mask_flops - 3 * 8 * context) / 3
+    assert flow_flops == pytest.approx(7 * block + 3 * 8 * context)
+    assert hours(flow) - hours(mask) == pytest.approx(1000 * 4 * block / (0.4 * 989e12) / 3600)
+
+
+def test_states_take_disk_only_where_they_are_stored():
+    pocket = config.load_profile("pocket")
+    shape = estimate.target_shape(pocket)
+    assert shape is not None
+    own = estimate.sizes_of(pocket, shape)
+    first = estimate.estimate_stages(pocket, own, [])[0]
+    rows = own.prompt_tokens + pocket.continuations.max_new_tokens
+    lists = 1600 + 40 + 60
+    assert first.disk_bytes == lists * rows * 4 * shape.hidden_size * 2
+    assert estimate.estimate_stages(H100_PROFILE, OWN, [])[0].disk_bytes == 0
+
+
+def test_what_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "local_paths", dict)
+    told = estimate.describe(H100_PROFILE)
+    assert told is not None
+    assert told["notes"][0].startswith(
+        "memory to decode: 26.1 GB (weights 16.1 GB, drafters (2) 3.9"
+    )
+    assert "hours on one H100 SXM, estimated" in told["notes"][-1]
+    assert [row["stage"] for row in told["stages"]] == ["continuations", "drafter", "decode"]
+    assert estimate.describe(config.load_profile("smoke")) is None
+    pocket = estimate.describe(config.load_profile("pocket"))
+    assert pocket is not None
+    assert all(row["gpu_hours"] is None for row in pocket["stages"])
+    more = estimate.describe(H100_PROFILE, ablation=True)
+    assert more is not None
+    assert more["stages"][1]["shards"] == 2 + len(config.ablation_drafters(H100_PROFILE))
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0"), (1234, "1.2 kB"), (99_000, "99.0 kB"), (2e8, "0.2 GB"), (5e6, "5.0 MB")],
+)
+def test_bytes_are_told_in_the_unit_that_fits(count, told):
+    assert estimate.size(count) == told

@@ -1,0 +1,284 @@
+"""What a run takes, before it starts: device memory by part, disk, and hours on one GPU.
+
+Arithmetic over a profile and the target's sizes (`sizes.py`); nothing is measured or loaded.
+`vflash plan` prints it, `vflash doctor` holds the memory against the device.
+
+Hours rest on two shares of the device's peak, both stated in the table's caption:
+
+    an autoregressive step = bytes read / (BANDWIDTH_SHARE x bandwidth)
+    everything else        = operations / (COMPUTE_SHARE x peak operations)
+
+Every method is counted as slow as autoregressive decoding, so decoding's hours are a ceiling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vflash_analysis import config, sizes
+from vflash_analysis.config import DrafterKey, Profile
+from vflash_analysis.sizes import DrafterShape, TargetShape, Work
+
+TEXT_TOKENS = 30  # of a prompt beside its video: the page's 25,119 less 128 x 196 + 1
+VERIFY_ROWS = 61  # the anchor and 60 tree nodes
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+# The page's 10.6 to 11.1 ms a token on one H100 against the 4.65 ms that reading takes there.
+BANDWIDTH_SHARE = 0.43
+COMPUTE_SHARE = 0.4  # our assumption for long prefills and training in bfloat16
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peaks of one GPU: bytes a second, and dense bfloat16 operations a second (its data sheet)."""
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+
+
+H100 = Gpu("H100 SXM", 3.35e12, 989e12)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A profile's sizes: the target's and drafter's shapes, and the longest prompt."""
+
+    target: TargetShape
+    drafter: DrafterShape
+    prompt_tokens: int
+    itemsize: int
+
+
+def sizes_of(profile: Profile, target: TargetShape) -> Sizes:
+    """The sizes a profile gives to a target of some shape."""
+    own = profile.drafter
+    drafter = DrafterShape(
+        target,
+        own.num_hidden_layers,
+        own.num_tapped_layers,
+        own.block_size,
+        own.intermediate_size,
+    )
+    frame = 0 if target.vision is None else target.vision.tokens_per_frame
+    prompt = profile.clips.num_frames * frame + 1 + TEXT_TOKENS
+    return Sizes(target, drafter, prompt, ITEMSIZE[profile.target.dtype])
+
+
+def target_shape(profile: Profile) -> TargetShape | None:
+    """The shape in the target folder's `config.json`; None for a target that is not built yet.
+
+    The paper's 7B where the folder is left to this machine and is not there, so that a plan can be
+    made before a checkpoint is.
+
+    Raises:
+        InputError: a config that leaves out a number.
+    """
+    if profile.target.source == config.TINY_TARGET:
+        return None
+    if profile.target.source is None:
+        folder = config.local_paths().get("target")
+        if folder is None or not (folder / "config.json").is_file():
+            return sizes.LLAVA_ONEVISION_7B
+    else:
+        folder = config.target_folder(profile.target)
+    return sizes.read_shape(folder / "config.json")
+
+
+def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
+    """Bytes by part while a clip is decoded; their sum is the most at any time.
+
+    The last part is what prefill or vision needs for itself, whichever is more: they follow one
+    another and are over before decoding.
+    """
+    rows = own.prompt_tokens + profile.decode.max_new_tokens
+    frames, item = profile.clips.num_frames, own.itemsize
+    drafters = len(config.main_drafters(profile))
+    return {
+        "weights": own.target.parameters * item,
+        "KV cache": sizes.kv_bytes(own.target, rows + VERIFY_ROWS, item),
+        "tapped states": sizes.tap_bytes(own.drafter, own.prompt_tokens, item),
+        f"drafters ({drafters})": drafters * own.drafter.parameters * item,
+        "drafter's KV cache": sizes.drafter_kv_bytes(
+            own.drafter, rows + own.drafter.block_size, item
+        ),
+        "pixels": sizes.pixel_bytes(own.target, frames, item),
+        "prefill or a vision chunk": max(
+            sizes.prefill_bytes(own.target, own.prompt_tokens, item),
+            sizes.vision_bytes(own.target, frames, item),
+        ),
+    }
+
+
+# ---------------------------------------------------------------- hours
+
+
+def _prefill(profile: Profile, own: Sizes) -> Work:
+    """Vision and text stack over one clip's prompt."""
+    frames = profile.clips.num_frames
+    vision = sizes.vision_work(own.target, frames, own.itemsize)
+    return vision + sizes.prefill_work(own.target, own.prompt_tokens, own.itemsize)
+
+
+def _step_s(own: Sizes, gpu: Gpu, new_tokens: int) -> float:
+    """Seconds of an autoregressive step, at the middle of a text."""
+    held = own.prompt_tokens + new_tokens // 2
+    step = sizes.decoder_work(own.target, 1, held, own.itemsize)
+    return step.bytes / (BANDWIDTH_SHARE * gpu.bytes_per_s)
+
+
+def _compute_s(work: Work, gpu: Gpu) -> float:
+    return work.flops / (COMPUTE_SHARE * gpu.flops_per_s)
+
+
+def _states(profile: Profile, own: Sizes) -> Work:
+    """The target once over a clip and its text, for the states that a drafter reads."""
+    text = profile.continuations.max_new_tokens
+    rest = sizes.decoder_work(own.target, text, own.prompt_tokens, own.itemsize)
+    return _prefill(profile, own) + rest
+
+
+def drafter_step_work(profile: Profile, own: Sizes, arm: str) -> Work:
+    """A training step's operations in the drafter.
+
+    A block's forward and gradient count three forwards; a revealed state the same again and, on
+    average over R = 1..max rounds, (max - 1) / 2 forwards without gradient. The context is
+    projected once, with gradient.
+    """
+    settings = config.arm_settings(profile.training, DrafterKey(arm, 0, 1, 1))
+    block = sizes.draft_work(own.drafter, own.prompt_tokens, 0, own.itemsize)
+    context = sizes.context_work(own.drafter, own.prompt_tokens, own.itemsize)
+    passes = 3.0
+    if settings.objective != "mask_only":
+        passes += 3.0 + (settings.max_reveal_rounds - 1) / 2
+    blocks = settings.clips_per_step * settings.anchors_per_clip
+    flops = blocks * passes * block.flops + 3.0 * settings.clips_per_step * context.flops
+    return Work(0.0, flops)
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """One stage's share of a run.
+
+    Attributes:
+        stage: its name. shards: how many there are.
+        gpu_hours: of all its shards together, one GPU each.
+        disk_bytes: results and checkpoints that lie there at once.
+    """
+
+    stage: str
+    shards: int
+    gpu_hours: float
+    disk_bytes: float
+
+
+def estimate_stages(
+    profile: Profile, own: Sizes, drafters: Sequence[DrafterKey], gpu: Gpu = H100
+) -> list[StageEstimate]:
+    """Hours and bytes by stage; stages that need no GPU to speak of are left out.
+
+    Args:
+        profile: the profile.
+        own: of `sizes_of`.
+        drafters: those that the run trains.
+        gpu: whose peaks are taken.
+    """
+    clips, text = profile.clips, profile.continuations.max_new_tokens
+    lists = clips.training_clips + clips.validation_clips + profile.training.anchor_clips
+    stored = profile.continuations.states == "stored"
+    states_s = 0.0 if stored else _compute_s(_states(profile, own), gpu)
+    prefill_s = _compute_s(_prefill(profile, own), gpu)
+    collect_s = lists * (prefill_s + text * _step_s(own, gpu, text))
+    state_bytes = sizes.tap_bytes(own.drafter, own.prompt_tokens + text, 2)
+    masters = 4 * own.drafter.parameters
+
+    train_s = 0.0
+    for key in drafters:
+        settings = config.arm_settings(profile.training, key)
+        validations = math.ceil(settings.steps / settings.evaluate_every)
+        visits = settings.steps * settings.clips_per_step
+        visits += validations * clips.validation_clips + settings.anchor_clips
+        train_s += visits * states_s
+        train_s += settings.steps * _compute_s(drafter_step_work(profile, own, key.arm), gpu)
+
+    decode, shards = profile.decode, len(clips.sample_seeds) * len(clips.benchmarks)
+    limit = decode.comparison_clips
+    few = clips.clips_per_suite if limit is None else min(limit, clips.clips_per_suite)
+    texts = 0
+    for method in decode.methods:
+        name = method.partition(":")[0]
+        each = few if name in ("hf_generate", "hf_dflash", "lookup") else clips.clips_per_suite
+        with_drafter = name in ("chain", "tree60", "hf_dflash")
+        texts += each * (len(config.main_drafters(profile)) if with_drafter else 1)
+    decoded_s = texts * decode.max_new_tokens * _step_s(own, gpu, decode.max_new_tokens)
+    decode_s = shards * (clips.clips_per_suite * prefill_s + decoded_s * decode.repeats)
+    return [
+        StageEstimate("continuations", 1, collect_s / 3600, lists * state_bytes * stored),
+        # at most two checkpoints of masters and AdamW's averages at a time, and every drafter
+        StageEstimate(
+            "drafter",
+            len(drafters),
+            train_s / 3600,
+            2 * 3 * masters * bool(drafters) + len(drafters) * masters,
+        ),
+        StageEstimate("decode", shards, decode_s / 3600, 0.0),
+    ]
+
+
+def memory(profile: Profile, own: Sizes) -> dict[str, dict[str, int]]:
+    """Bytes by part, by what the device is used for."""
+    return {"decode": decode_memory(profile, own)}
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= 0.1 * scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB" if count else "0"
+
+
+def told_parts(parts: dict[str, int]) -> str:
+    """Parts from the largest down; those under a two-hundredth of the whole are left out."""
+    ranked = sorted(parts.items(), key=lambda part: -part[1])
+    least = sum(parts.values()) / 200
+    return ", ".join(f"{name} {size(held)}" for name, held in ranked if held >= least)
+
+
+def describe(profile: Profile, ablation: bool = False, gpu: Gpu = H100) -> dict[str, Any] | None:
+    """The estimate as rows and lines to print; None for a target that is not built yet.
+
+    Hours are told for profiles on CUDA alone: a CPU's peaks are not known here.
+    """
+    target = target_shape(profile)
+    if target is None:
+        return None
+    own = sizes_of(profile, target)
+    drafters = config.main_drafters(profile)
+    if ablation:
+        drafters = list(dict.fromkeys([*drafters, *config.ablation_drafters(profile)]))
+    trained = [] if profile.drafter.source else drafters
+    on_gpu = profile.target.device == "cuda"
+    stages = [
+        {
+            "stage": one.stage,
+            "shards": one.shards,
+            "gpu_hours": round(one.gpu_hours, 1) if on_gpu else None,
+            "disk_bytes": one.disk_bytes,
+        }
+        for one in estimate_stages(profile, own, trained, gpu)
+    ]
+    parts = memory(profile, own)
+    notes = [
+        f"memory to {use}: {size(sum(held.values()))} ({told_parts(held)})"
+        for use, held in parts.items()
+    ]
+    if on_gpu:
+        notes.append(
+            f"hours on one {gpu.name}, estimated: a step reads at {BANDWIDTH_SHARE:.0%} of its "
+            f"bandwidth, the rest computes at {COMPUTE_SHARE:.0%} of its peak; prompts of "
+            f"{own.prompt_tokens:,} tokens; no method faster than autoregressive decoding"
+        )
+    return {"stages": stages, "memory_bytes": parts, "gpu": gpu.name, "notes": notes}

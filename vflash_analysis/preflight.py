@@ -1,0 +1,155 @@
+"""What a profile's target is and needs, told from its small files before anything is computed.
+
+Prompt lengths, special tokens, tapped layers, and memory by part against the device. `vflash doctor`
+shows the rows, `vflash run` refuses to start a long run whose row is not ok, and notebook 00 has
+them on its page. As the light commands load no model, they ask a process of its own:
+
+    echo '{"profile": "h100", "overrides": {}}' | python -m vflash_analysis.preflight
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vflash_analysis import config, estimate, paths, sizes
+from vflash_analysis.clips import suites
+from vflash_analysis.config import Profile
+from vflash_analysis.environment import row
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.inputs import prompt_text
+from vflash_analysis.model.source import known_shape, stored_numbers, weight_files
+from vflash_analysis.model.taps import default_tap_layers
+from vflash_analysis.model.target import Target, TargetFiles, outline_target, read_files
+from vflash_analysis.sizes import TargetShape
+
+Rows = list[dict[str, Any]]
+
+
+def target_rows(profile: Profile) -> Rows:
+    """Rows of `environment_table`'s form about the profile's target; none where a stage builds it."""
+    if profile.target.source == config.TINY_TARGET:
+        return []
+    try:
+        folder = config.target_folder(profile.target)
+        files = read_files(folder, profile.target.revision or None)
+        target, shape = outline_target(files), sizes.read_shape(folder / "config.json")
+        return [
+            *_checkpoint_rows(files, target, shape),
+            *_token_rows(profile, target),
+            *_prompt_rows(profile, target),
+            *_memory_rows(profile, shape),
+        ]
+    except InputError as error:
+        return [row("target files", None, "a checkpoint", False, str(error))]
+
+
+def _checkpoint_rows(files: TargetFiles, target: Target, shape: TargetShape) -> Rows:
+    weights = weight_files(files.folder)
+    size = estimate.size(sum(path.stat().st_size for path in weights))
+    found = f"{len(weights)} file{'s' * (len(weights) > 1)}, {size}"
+    held, needed = stored_numbers(files.folder), shape.parameters
+    lacks = f"{files.folder}: found {held:,} stored numbers, allowed: {needed:,} or more"
+    whole = held >= needed
+    known = known_shape(files.config, files.name)
+    facts = "" if known is None else "every known fact of this checkpoint holds"
+    return [
+        row("target name", files.name, "any", True, facts),
+        row("target revision", files.revision, "any", True),
+        row("target weights", found, "whole", whole, "" if whole else lacks),
+        row("template", target.template_sha256[:16], "any", True, _shown(target.template_file)),
+    ]
+
+
+def _shown(file: str) -> str:
+    """A file of the target as messages name it; the tokenizer's own template has none."""
+    return paths.relative_to_root(Path(file)) if Path(file).is_absolute() else file
+
+
+def _token_rows(profile: Profile, target: Target) -> Rows:
+    names = target.tokenizer.convert_ids_to_tokens(sorted(target.stop_ids))
+    stops = ", ".join(f"{n} ({i})" for n, i in zip(names, sorted(target.stop_ids), strict=True))
+    taps = default_tap_layers(target.num_layers, profile.drafter.num_tapped_layers)
+    ignored = target.ignored_generation_settings
+    return [
+        row("stop tokens", stops, "any", True),
+        row("mask row", target.mask_token_id, "an unused row", True),
+        row("tapped layers", ", ".join(map(str, taps)), f"of {target.num_layers}", True),
+        row("ignored generation settings", ignored or "none", "any", True),
+    ]
+
+
+def _prompt_rows(profile: Profile, target: Target) -> Rows:
+    """The form of a prompt, and the number of its tokens for each suite."""
+    form = prompt_text(target, "…")
+    rows = [row("prompt form", repr(form)[1:-1], "any", True)]
+    if profile.clips.source != "suites":
+        return rows
+    described = suites.load_suites(paths.DATA / "suites")
+    for name in profile.clips.benchmarks:
+        question, note = _question(described[name])
+        prompt = target.build_prompt(question, profile.clips.num_frames)
+        target.check_lengths(len(prompt), profile.decode.max_new_tokens)
+        expected = described[name].expected_prompt_tokens
+        wanted = "any"
+        if expected is not None and profile.clips.num_frames == expected.num_frames:
+            wanted = f"{expected.tokens:,}"
+            if len(prompt) != expected.tokens:
+                note = f"differs: another template, question or frame count; {note}".strip("; ")
+        rows.append(row(f"prompt tokens, {name}", f"{len(prompt):,}", wanted, True, note))
+    return rows
+
+
+def _question(suite: suites.Suite) -> tuple[str, str]:
+    """A question of the suite and where it comes from; longer ones make longer prompts."""
+    if suite.prompt == "description":
+        return suites.DESCRIPTION_PROMPT, ""
+    folder = config.local_paths().get("data")
+    if folder is not None:
+        try:
+            return suites.suite_videos(suite, folder)[0].prompt, "its first question"
+        except InputError:
+            pass  # told by the rows of the data; the documented question stands in
+    return suite.question or suites.DESCRIPTION_PROMPT, "its documented question"
+
+
+def _memory_rows(profile: Profile, shape: TargetShape) -> Rows:
+    own = estimate.sizes_of(profile, shape)
+    there = _device_bytes(profile.target.device)
+    rows = []
+    for stage, parts in estimate.memory(profile, own).items():
+        total = sum(parts.values())
+        wanted = "a CUDA device" if there is None else f"at most {estimate.size(there)}"
+        ok = there is not None and total <= there
+        note = estimate.told_parts(parts)
+        if not ok:
+            found = "no CUDA device" if there is None else estimate.size(there)
+            note = f"device: found {found}, allowed: {estimate.size(total)} or more; {note}"
+        rows.append(row(f"memory to {stage}", estimate.size(total), wanted, ok, note))
+    return rows
+
+
+def _device_bytes(device: str) -> int | None:
+    """Memory of the profile's device; None where the profile wants a GPU and there is none."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def main() -> int:
+    """Answer one request on standard input with one JSON line."""
+    request = json.loads(sys.stdin.read())
+    profile = config.load_profile(request["profile"], request["overrides"])
+    print(json.dumps({"rows": target_rows(profile)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
