@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vflash_analysis.clips.backends import ReadFailure, select_frames
 from vflash_analysis.clips.sampling import (
+    Wanted,
     choose_indices,
     stream_duration,
     uniform_times,
@@ -98,3 +99,13 @@ def test_stream_duration_is_last_start_plus_median_gap() -> None:
     assert stream_duration(np.array([0.0, 0.1, 0.2, 1.2]), 9.0) == pytest.approx(1.3)
     assert stream_duration(np.array([0.0]), 0.1) == 0.1
     assert stream_duration(np.array([0.0]), -0.1) == 0.0
+
+
+def test_times_are_the_middles_of_equal_parts_of_the_stretch() -> None:
+    assert Wanted(4).times_s(8.0, 0.1).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert Wanted(4, 2.0, 6.0).times_s(8.0, 0.1).tolist() == [2.5, 3.5, 4.5, 5.5]
+    assert Wanted(2, 4.0).times_s(8.0, 0.1).tolist() == [5.0, 7.0]
+    # an end rounded up by less than a frame and a tenth of a second is the video's own
+    assert Wanted(2, 4.0, 8.15).times_s(8.0, 0.1).tolist() == [5.0, 7.0]
+    with pytest.raises(InputError, match=r"end_s 8\.3 are outside the video"):
+        Wanted(2, 4.0, 8.3).times_s(8.0, 0.1)

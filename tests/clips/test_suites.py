@@ -272,6 +272,8 @@ def example(tmp_path: Path) -> list[Clip]:
             {"n": [1, 2]},
         ),
         Clip("1e3", "LVB", "validation", str(tmp_path / "x.mp4"), "?", None, None),
+        Clip("cut", "MVBench", "train", str(tmp_path / "y.mp4"), "?", start_s=1.5, end_s=2.5),
+        Clip("images", "MVBench", "train", str(tmp_path / "f"), "?", frames_per_s=3.0),
     ]
 
 
@@ -304,6 +306,14 @@ def test_a_list_moves_with_its_videos(tmp_path: Path) -> None:
         ('{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":""}', "prompt is ''"),
         ('{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","facts":[]}', "facts"),
         (
+            '{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","start_s":"1"}',
+            "start_s is '1'; allowed are a finite number or null",
+        ),
+        (
+            '{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","end_s":NaN}',
+            "end_s is nan",
+        ),
+        (
             '{"clip_id":"007","benchmark":"VDC","split":"t","path":"p","prompt":"q"}',
             "'007' occurs twice",
         ),
@@ -327,15 +337,22 @@ def test_any_jsonl_of_video_and_prompt_is_read(tmp_path: Path) -> None:
     rows = [
         {"video": "sub/one.mp4", "prompt": "Describe.", "source": "ignored"},
         {"video": "/abs/two.mkv", "prompt": "And then?", "id": "second", "reference": "Yes."},
+        {"video": "v.mp4", "prompt": "?", "id": "cut", "start_s": 2, "end_s": 3.5},
+        {"video": "images", "prompt": "?", "frames_per_s": 3},
     ]
     path = put(tmp_path / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows) + "\n")
     clips = read_video_list(path)
     assert clips == [
         Clip("sub/one", "custom", "training", str(tmp_path / "sub/one.mp4"), "Describe."),
         Clip("second", "custom", "training", "/abs/two.mkv", "And then?", "Yes."),
+        Clip("cut", "custom", "training", str(tmp_path / "v.mp4"), "?", start_s=2.0, end_s=3.5),
+        Clip("images", "custom", "training", str(tmp_path / "images"), "?", frames_per_s=3.0),
     ]
     put(path, '{"video": "a.mp4"}\n')
     with pytest.raises(InputError, match=r"line 1: prompt is None"):
+        read_video_list(path)
+    put(path, '{"video": "a.mp4", "prompt": "?", "start_s": "soon"}\n')
+    with pytest.raises(InputError, match=r"line 1: start_s is 'soon'"):
         read_video_list(path)
     put(path, '{"video": "a.mp4", "prompt": "?"}\n{"video": "a.mkv", "prompt": "?"}\n')
     with pytest.raises(InputError, match="'a' occurs twice"):
