@@ -52,7 +52,7 @@ def test_float32_stamps_choose_the_same_frames() -> None:
 @given(n=st.integers(1, 500), fps=st.floats(0.1, 240))
 def test_as_many_parts_as_frames_take_each_frame_once(n: int, fps: float) -> None:
     starts = np.arange(n) / fps
-    assert select_frames(starts, n / fps, n).tolist() == list(range(n))
+    assert select_frames(starts, n / fps, Wanted(n)).tolist() == list(range(n))
 
 
 @given(
@@ -62,7 +62,7 @@ def test_as_many_parts_as_frames_take_each_frame_once(n: int, fps: float) -> Non
 def test_chosen_frames_rise_and_are_on_screen(gaps: list[float], num_frames: int) -> None:
     starts = np.concatenate([[0.0], np.cumsum(gaps)])
     duration = stream_duration(starts, 0.0)
-    indices = select_frames(starts, duration, num_frames)
+    indices = select_frames(starts, duration, Wanted(num_frames))
     times = uniform_times(duration, num_frames)
     assert (np.diff(indices) >= 0).all()
     assert (starts[indices] <= times + 1e-4).all()
@@ -71,7 +71,7 @@ def test_chosen_frames_rise_and_are_on_screen(gaps: list[float], num_frames: int
 
 
 def test_019_the_cap_spreads_over_the_whole_clip() -> None:
-    indices = select_frames(np.arange(240) / 10, 24.0, 16)
+    indices = select_frames(np.arange(240) / 10, 24.0, Wanted(16))
     assert indices[0] <= 15 and indices[-1] >= 225
 
 
@@ -91,7 +91,7 @@ def test_stamps_that_fall_or_do_not_span_time_are_refused() -> None:
     with pytest.raises(InputError, match="no frame"):
         choose_indices([], [0.5])
     with pytest.raises(ReadFailure) as caught:
-        select_frames(np.zeros(5), 0.0, 4)
+        select_frames(np.zeros(5), 0.0, Wanted(4))
     assert caught.value.reason == "damaged"
 
 
