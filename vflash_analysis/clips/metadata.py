@@ -12,7 +12,6 @@ from vflash_analysis.clips.lists import need_text
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json
 
-
 VIDEO_EXTENSIONS = (".mp4", ".mkv", ".webm", ".avi")  # in any case
 
 
