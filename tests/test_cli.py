@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shlex
 from types import SimpleNamespace
 
 import pandas as pd
@@ -16,6 +17,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import final_drafters, load_records
 from vflash_analysis.runner import Outcome
+from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import Bootstrap
 
 
@@ -118,7 +120,7 @@ def test_plan_tells_folders_and_needs(runs):
         (["run", "--set", "training.stpes=3"], "training.stpes: unknown setting"),
         (["run", "--set", "training.steps"], "--set: found 'training.steps', allowed: name=value"),
         (["run", "--profile", "smoke", "--only", "x"], "--only: found 'x', allowed: environment"),
-        (["clips", "--profile", "smoke"], "clips: no lists yet"),
+        (["clips", "check", "--profile", "smoke"], "clips: no lists yet"),
         (["figures", "--profile", "smoke"], "records: no finished shard has any"),
         (["figures", "--publish"], "--publish: allowed with --profile pocket"),
         (["figures", "--profile", "pocket", "--publish"], "publish: target is not done"),
@@ -146,10 +148,25 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
 
 def test_clips_names_a_bad_file_and_reads_the_others(tmp_path):
     (tmp_path / "text.mp4").write_text("no video\n")
-    code, output = call("clips", "--profile", "smoke", str(tmp_path / "text.mp4"), "--json")
+    text = str(tmp_path / "text.mp4")
+    code, output = call("clips", "check", "--profile", "smoke", text, "--json")
     told = last_json(output)
     assert code == 1 and told["bad"] == 1
     assert told["clips"][0]["reason"] == "not_video"
+
+
+def test_a_rehearsal_prints_the_run_that_reads_it(tmp_path, runs, monkeypatch):
+    folder = tmp_path / "a folder"
+    code, output = call("clips", "rehearse", str(folder), "--json")
+    told = last_json(output)
+    assert code == 0 and told["clips"] == dict.fromkeys(BENCHMARKS, 4)
+    line = next(line for line in output.splitlines() if line.startswith("VFLASH_DATA="))
+    data, *words = shlex.split(line)
+    monkeypatch.setenv("VFLASH_DATA", data.partition("=")[2])
+    assert words[:2] == ["vflash", "run"]
+    code, output = call("plan", *words[2:], "--json")
+    decoded = {row["name"] for row in last_json(output)["shards"] if row["stage"] == "decode"}
+    assert code == 0 and decoded == {f"decode-{name}-0" for name in BENCHMARKS}
 
 
 # --------------------------------------------------------------------------- records of a run

@@ -7,6 +7,7 @@ something is missing or failed, 2 bad input.
 """
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="VFlash-FM: run the stages, see what is done, draw tables and figures.",
 )
+clips_app = typer.Typer(no_args_is_help=True, help="Check clips, or rehearse without the suites.")
+app.add_typer(clips_app, name="clips")
 ProfileOption = Annotated[str, typer.Option(help="size of everything: a file in data/profiles")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="override a setting, as in training.steps=300")
@@ -155,8 +158,8 @@ def doctor(profile: ProfileOption = "pocket", as_json: JsonOption = False) -> No
     raise typer.Exit(0 if ok else 1)
 
 
-@app.command()
-def clips(
+@clips_app.command()
+def check(
     profile: ProfileOption = "pocket",
     set_: SetOption = None,
     paths_: Annotated[
@@ -187,6 +190,30 @@ def clips(
         _print_table(unusual, ["path", "status", "reason", "message"])
     _say({"read": len(rows), "bad": len(bad), "clips": unusual}, as_json)
     raise typer.Exit(1 if bad else 0)
+
+
+@clips_app.command()
+def rehearse(
+    folder: Annotated[Path, typer.Argument(help="a new or empty folder")],
+    as_json: JsonOption = False,
+) -> None:
+    """Write generated clips as the five suites are laid out, and print the run that reads them."""
+    from vflash_analysis.clips import layouts, suites
+
+    folder = folder.expanduser().resolve()
+    described = suites.load_suites(paths.DATA / "suites")
+    made = layouts.write_layouts(folder, config.load_profile("smoke").clips, described)
+    words = ["vflash", "run", "--profile", "smoke"]
+    for setting in (
+        "source=suites",
+        "training_list=training.jsonl",
+        f"benchmarks=[{', '.join(made)}]",
+        "target_evaluation_clips=0",
+    ):
+        words += ["--set", f"clips.{setting}"]
+    print(f"{sum(map(len, made.values()))} clips of {len(made)} suites; now run")
+    print(f"VFLASH_DATA={shlex.quote(str(folder))} {shlex.join(words)}")
+    _say({"folder": str(folder), "clips": {k: len(v) for k, v in made.items()}}, as_json)
 
 
 def _records(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+from PIL import Image
 
 BITS = 8
 CLEAN = {
@@ -80,6 +81,17 @@ def write_clip(
         if sound is not None:
             _write_silence(out, sound, audio_s)
     return path
+
+
+def write_images(
+    folder: Path, n_frames: int = 30, first: int = 1, digits: int = 5, suffix: str = ".png"
+) -> Path:
+    """Write a folder of frame images; image k shows k - first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(n_frames):
+        image = Image.fromarray(picture(number % 256, 64, 48))
+        image.save(folder / f"{number + first:0{digits}d}{suffix}")
+    return folder
 
 
 def write_sound(path: Path, seconds: float = 1.0) -> Path:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.clips import make_clips as make
+from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import (
     ClipError,
     ClipFrames,
@@ -407,3 +408,96 @@ def test_relative_paths_count_from_the_current_folder(
 ) -> None:
     monkeypatch.chdir(clip.parent)
     assert numbers(readers["both"].read(os.path.basename(clip), 3)) == centres(30, 3)
+
+
+# ---------------------------------------------------------------- stretches of a video
+
+CONTAINERS_OF_SUITES = {  # names as the suites have them
+    "h264.MP4": {"n_frames": 120, "options": {"crf": "10", "g": "300", "bf": "3"}},
+    "vp9.webm": {"codec": "libvpx-vp9", "n_frames": 120},
+    "mjpeg.avi": {"codec": "mjpeg", "pix_fmt": "yuvj420p", "n_frames": 120},
+    "h264.mkv": {"n_frames": 120},
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS_OF_SUITES)
+@pytest.mark.parametrize("backend", ["decord", "pyav"])
+def test_frames_come_from_inside_the_bounds_uniform_over_them(
+    readers: dict[str, FrameReader], tmp_path: Path, backend: str, name: str
+) -> None:
+    path = make.write_clip(tmp_path / name, **CONTAINERS_OF_SUITES[name])  # 12 s at 10 a second
+    got = readers[backend].read(path, 4, start_s=5.0, end_s=9.0)
+    # the middles of four parts of 1 s: 5.5, 6.5, 7.5 and 8.5 s
+    assert numbers(got) == got.indices.tolist() == [55, 65, 75, 85]
+    assert got.timestamps_s == pytest.approx([5.5, 6.5, 7.5, 8.5], abs=2e-3)
+    assert got.info.n_frames == 120 and got.info.duration_s == pytest.approx(12.0, abs=0.01)
+    assert numbers(readers[backend].read(path, 2, end_s=4.0)) == [10, 30]
+    assert numbers(readers[backend].read(path, 2, start_s=8.0)) == [90, 110]
+
+
+@pytest.mark.parametrize("backend", ["decord", "pyav"])
+def test_a_stretch_with_fewer_frames_than_asked_for_repeats_its_own_only(
+    readers: dict[str, FrameReader], clip: Path, backend: str
+) -> None:
+    got = readers[backend].read(clip, 6, start_s=1.0, end_s=1.3)
+    assert numbers(got) == [10, 10, 11, 11, 12, 12]
+    assert got.info.flags == ("repeated",) and got.info.n_repeated == 3
+
+
+def test_variable_rate_is_cut_by_time_stamp(
+    readers: dict[str, FrameReader], tmp_path: Path
+) -> None:
+    starts = [40 * i if i < 10 else 400 + 400 * (i - 10) for i in range(20)]  # 4.04 s
+    path = make.write_clip(tmp_path / "variable.mp4", n_frames=20, starts_ms=starts)
+    for backend in ("decord", "pyav"):
+        # 0.3, 0.5 and 0.7 s: the eighth frame starts at 0.28 s, the eleventh at 0.4 s
+        got = readers[backend].read(path, 3, start_s=0.2, end_s=0.8)
+        assert numbers(got) == [7, 10, 10]
+
+
+@pytest.mark.parametrize("backend", ["decord", "pyav", "both"])
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "said"),
+    [
+        (2.0, 2.0, "allowed are finite seconds"),
+        (2.0, 1.0, "allowed are finite seconds"),
+        (-0.5, 1.0, "allowed are finite seconds"),
+        (float("nan"), 1.0, "allowed are finite seconds"),
+        (0.0, float("inf"), "allowed are finite seconds"),
+        (3.1, None, "outside the video, which lasts 3.00 s"),
+        (1.0, 3.3, "outside the video, which lasts 3.00 s"),
+    ],
+)
+def test_bounds_that_do_not_fit_are_refused_in_one_line(
+    readers: dict[str, FrameReader],
+    clip: Path,
+    backend: str,
+    start_s: float,
+    end_s: float | None,
+    said: str,
+) -> None:
+    with pytest.raises(ClipError, match=said) as caught:
+        readers[backend].read(clip, 4, start_s=start_s, end_s=end_s)
+    assert caught.value.reason == "bounds"
+    assert str(caught.value).startswith(f"{clip}: bounds: ") and "\n" not in str(caught.value)
+
+
+def test_an_end_rounded_past_the_last_frame_is_the_videos_end(
+    readers: dict[str, FrameReader], clip: Path
+) -> None:
+    within = readers["both"].read(clip, 3, end_s=3.0)
+    assert readers["both"].read(clip, 3, end_s=3.15).indices.tolist() == within.indices.tolist()
+
+
+def test_a_clip_of_a_list_is_read_inside_its_bounds(
+    readers: dict[str, FrameReader], clip: Path
+) -> None:
+    listed = Clip("c", "MVBench", "train", str(clip), "?", start_s=1.0, end_s=2.0)
+    assert numbers(readers["both"].read_clip(listed, 2)) == [12, 17]
+    row = check_clip(listed, 2, readers["both"])
+    assert (row["status"], row["path"], row["frames_distinct"]) == ("ok", str(clip), 2)
+    late = Clip("d", "MVBench", "train", str(clip), "?", start_s=8.0, end_s=9.0)
+    assert [r["reason"] for r in check_clips([listed, late], 2, readers["both"])] == [
+        None,
+        "bounds",
+    ]

@@ -156,7 +156,7 @@ def test_005_a_spinning_child_without_a_parent_is_ended_by_its_own_timer(other: 
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
     )
     request = (
-        f'{{"path": "{other}", "backend": "stub_readers:spin", "num_frames": 2, '
+        f'{{"path": "{other}", "backend": "stub_readers:spin", "wanted": {{"num_frames": 2}}, '
         '"num_threads": 1, "give_up_s": 0.5}\n'
     )
     out, _ = child.communicate(request.encode(), timeout=900)

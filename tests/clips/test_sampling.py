@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from vflash_analysis.clips.backends import ReadFailure, select_frames
 from vflash_analysis.clips.sampling import (
+    Wanted,
     choose_indices,
     stream_duration,
     uniform_times,
@@ -51,7 +52,7 @@ def test_float32_stamps_choose_the_same_frames() -> None:
 @given(n=st.integers(1, 500), fps=st.floats(0.1, 240))
 def test_as_many_parts_as_frames_take_each_frame_once(n: int, fps: float) -> None:
     starts = np.arange(n) / fps
-    assert select_frames(starts, n / fps, n).tolist() == list(range(n))
+    assert select_frames(starts, n / fps, Wanted(n)).tolist() == list(range(n))
 
 
 @given(
@@ -61,7 +62,7 @@ def test_as_many_parts_as_frames_take_each_frame_once(n: int, fps: float) -> Non
 def test_chosen_frames_rise_and_are_on_screen(gaps: list[float], num_frames: int) -> None:
     starts = np.concatenate([[0.0], np.cumsum(gaps)])
     duration = stream_duration(starts, 0.0)
-    indices = select_frames(starts, duration, num_frames)
+    indices = select_frames(starts, duration, Wanted(num_frames))
     times = uniform_times(duration, num_frames)
     assert (np.diff(indices) >= 0).all()
     assert (starts[indices] <= times + 1e-4).all()
@@ -70,7 +71,7 @@ def test_chosen_frames_rise_and_are_on_screen(gaps: list[float], num_frames: int
 
 
 def test_019_the_cap_spreads_over_the_whole_clip() -> None:
-    indices = select_frames(np.arange(240) / 10, 24.0, 16)
+    indices = select_frames(np.arange(240) / 10, 24.0, Wanted(16))
     assert indices[0] <= 15 and indices[-1] >= 225
 
 
@@ -90,7 +91,7 @@ def test_stamps_that_fall_or_do_not_span_time_are_refused() -> None:
     with pytest.raises(InputError, match="no frame"):
         choose_indices([], [0.5])
     with pytest.raises(ReadFailure) as caught:
-        select_frames(np.zeros(5), 0.0, 4)
+        select_frames(np.zeros(5), 0.0, Wanted(4))
     assert caught.value.reason == "damaged"
 
 
@@ -98,3 +99,13 @@ def test_stream_duration_is_last_start_plus_median_gap() -> None:
     assert stream_duration(np.array([0.0, 0.1, 0.2, 1.2]), 9.0) == pytest.approx(1.3)
     assert stream_duration(np.array([0.0]), 0.1) == 0.1
     assert stream_duration(np.array([0.0]), -0.1) == 0.0
+
+
+def test_times_are_the_middles_of_equal_parts_of_the_stretch() -> None:
+    assert Wanted(4).times_s(8.0, 0.1).tolist() == [1.0, 3.0, 5.0, 7.0]
+    assert Wanted(4, 2.0, 6.0).times_s(8.0, 0.1).tolist() == [2.5, 3.5, 4.5, 5.5]
+    assert Wanted(2, 4.0).times_s(8.0, 0.1).tolist() == [5.0, 7.0]
+    # an end rounded up by less than a frame and a tenth of a second is the video's own
+    assert Wanted(2, 4.0, 8.15).times_s(8.0, 0.1).tolist() == [5.0, 7.0]
+    with pytest.raises(InputError, match=r"end_s 8\.3 are outside the video"):
+        Wanted(2, 4.0, 8.3).times_s(8.0, 0.1)

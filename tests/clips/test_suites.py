@@ -27,6 +27,7 @@ from vflash_analysis.clips.read import ClipError, FrameReader
 from vflash_analysis.clips.suites import (
     DESCRIPTION_PROMPT,
     Suite,
+    Task,
     draw_clip_ids,
     load_suite,
     load_suites,
@@ -177,6 +178,129 @@ def test_metadata_that_is_not_as_described_is_named(tmp_path: Path) -> None:
         suite_videos(SUITES["VDC"], tmp_path)
 
 
+def test_archives_that_were_not_unpacked_are_named(tmp_path: Path) -> None:
+    make_video_mme(tmp_path)
+    base = tmp_path / "Video-MME"
+    (base / "data").rename(base / "elsewhere")
+    listed = suite_videos(SUITES["Video-MME"], tmp_path)  # metadata alone are enough for a draw
+    assert not Path(listed[0].path).exists()
+    put(base / "videos_chunked_01.zip")
+    put(base / "videos_chunked_02.zip")
+    with pytest.raises(InputError) as caught:
+        suite_videos(SUITES["Video-MME"], tmp_path)
+    for part in (str(base / "data"), "videos_chunked_01.zip and 1 more", "must be unpacked"):
+        assert part in str(caught.value)
+
+
+def test_a_converted_file_is_found_under_its_new_extension(tmp_path: Path) -> None:
+    make_lvb(tmp_path)
+    base = tmp_path / "longvideobench" / "LongVideoBench"
+    (base / "videos" / "7.mp4").rename(base / "videos" / "7.mkv")
+    put_rows(
+        base / "lvb_val.json",
+        [{"video_id": "7", "video_path": "7.mp4"}, {"video_id": "8", "video_path": "8.webm"}],
+    )
+    found = [Path(clip.path).name for clip in suite_videos(SUITES["LVB"], tmp_path)]
+    assert found == ["7.mkv", "8.mp4"]
+    # a name may hold dots that begin no extension
+    put_rows(base / "lvb_val.json", [{"video_id": "a.b", "video_path": "a.b"}])
+    put(base / "videos" / "a.b.mp4")
+    assert suite_videos(SUITES["LVB"], tmp_path)[0].path.endswith("videos/a.b.mp4")
+
+
+# ---------------------------------------------------------------- MVBench's two revisions
+
+STAR = {"video": "Z.mp4", "question": "?", "start": 1.5, "end": 4}
+
+
+def make_revision(root: Path, revision: str, rows: list[dict]) -> Suite:
+    """One task of MVBench on a revision, with the files of `rows`."""
+    base = root / "OpenGVLab" / "MVBench"
+    put_rows(base / "json" / "action_sequence.json", rows)
+    folder = "star/Charades_segment" if revision == "video" else "video/star/Charades_v1_480"
+    for row in rows:
+        put(base / folder / row["video"])
+    tasks = SUITES["MVBench"].tasks
+    assert tasks is not None
+    return replace(SUITES["MVBench"], revision=revision, tasks=tasks[:1])
+
+
+def test_main_lists_one_clip_per_stretch(tmp_path: Path) -> None:
+    rows = [STAR, STAR | {"question": "Again?"}, STAR | {"start": 0}]
+    suite = make_revision(tmp_path, "main", rows)
+    clips = suite_videos(suite, tmp_path)
+    ids = [f"star/Charades_v1_480/Z_{bounds}" for bounds in ("0_4", "1.5_4")]
+    assert [clip.clip_id for clip in clips] == ids
+    assert [(clip.start_s, clip.end_s) for clip in clips] == [(0.0, 4.0), (1.5, 4.0)]
+    assert {clip.path for clip in clips} == {
+        str(tmp_path / "OpenGVLab/MVBench/video/star/Charades_v1_480/Z.mp4")
+    }
+
+
+@pytest.mark.parametrize("video", ["Z_1.5_4.mp4", "Z.mp4"])
+def test_a_cut_clip_has_no_bounds_however_its_metadata_names_it(tmp_path: Path, video: str) -> None:
+    suite = make_revision(tmp_path, "video", [STAR | {"video": "Z_1.5_4.mp4"}])
+    metadata = tmp_path / "OpenGVLab/MVBench/json/action_sequence.json"
+    put_rows(metadata, [STAR | {"video": video}])
+    (clip,) = suite_videos(suite, tmp_path)
+    assert clip.clip_id == "star/Charades_segment/Z_1.5_4" and Path(clip.path).is_file()
+    assert clip.start_s is clip.end_s is None
+
+
+@pytest.mark.parametrize(("asked", "there"), [("video", "main"), ("main", "video")])
+def test_the_other_revision_is_named_with_what_is_allowed(
+    tmp_path: Path, asked: str, there: str
+) -> None:
+    suite = replace(make_revision(tmp_path, there, [STAR]), revision=asked)
+    with pytest.raises(InputError) as caught:
+        suite_videos(suite, tmp_path)
+    for part in ("Charades_segment", "Charades_v1_480", f"revision: {there} in MVBench.yaml"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_the_cut_revision_are_refused_on_main(tmp_path: Path) -> None:
+    suite = make_revision(tmp_path, "main", [{"video": "Z_1.5_4.mp4", "question": "?"}])
+    with pytest.raises(
+        InputError, match=r"action_sequence\.json, row 0: start is None and end None"
+    ):
+        suite_videos(suite, tmp_path)
+    metadata = tmp_path / "OpenGVLab/MVBench/json/action_sequence.json"
+    put_rows(metadata, [STAR | {"end": "4"}])
+    with pytest.raises(InputError, match=r"row 0: end is '4'; allowed are a finite number"):
+        suite_videos(suite, tmp_path)
+
+
+def test_a_withdrawn_task_a_packed_source_and_an_unknown_revision_are_named(tmp_path: Path) -> None:
+    suite = make_revision(tmp_path, "main", [STAR])
+    base = tmp_path / "OpenGVLab" / "MVBench"
+    pose = replace(suite, tasks=(Task("fine_grained_pose", "nturgbd_convert"),))
+    put_rows(base / "json" / "fine_grained_pose.json", [{"video": "S001.avi", "question": "?"}])
+    with pytest.raises(InputError, match=r"task fine_grained_pose: .*nturgbd.* withdrawn from"):
+        suite_videos(pose, tmp_path)
+    put(base / "video" / "nturgbd" / "S001.avi")  # as its owners give it
+    assert suite_videos(pose, tmp_path)[0].clip_id == "nturgbd/S001"
+    scene = replace(suite, tasks=(Task("scene_transition", "scene_qa/video"),))
+    put(base / "video" / "scene_qa.zip")
+    with pytest.raises(InputError, match=r"scene_qa\.zip must be unpacked beside it"):
+        suite_videos(scene, tmp_path)
+    with pytest.raises(InputError, match=r"revision is 'v2'; allowed are 'video', .* and 'main'"):
+        suite_videos(replace(suite, revision="v2"), tmp_path)
+    with pytest.raises(InputError, match=r"object_shuffle\.json: no such file"):
+        put(base / "video" / "perception" / "videos" / "1.mp4")
+        suite_videos(replace(suite, tasks=(Task("object_shuffle", "perception/videos"),)), tmp_path)
+
+
+def test_all_twenty_tasks_stand_in_the_file_once() -> None:
+    row = yaml.safe_load((FOLDER / "MVBench.yaml").read_text())
+    names = [task["name"] for task in row["tasks"] + row["other_tasks"]]
+    assert len(set(names)) == len(names) == 20
+    folders = {task["folder"] for task in row["tasks"] + row["other_tasks"]}
+    assert {renamed["folder"] for renamed in row["main_folders"]} <= folders
+    assert set(row["withdrawn"]) <= set(names)
+    assert [task["name"] for task in row["tasks"]] == ["action_sequence", "action_prediction"]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -272,6 +396,8 @@ def example(tmp_path: Path) -> list[Clip]:
             {"n": [1, 2]},
         ),
         Clip("1e3", "LVB", "validation", str(tmp_path / "x.mp4"), "?", None, None),
+        Clip("cut", "MVBench", "train", str(tmp_path / "y.mp4"), "?", start_s=1.5, end_s=2.5),
+        Clip("images", "MVBench", "train", str(tmp_path / "f"), "?", frames_per_s=3.0),
     ]
 
 
@@ -304,6 +430,14 @@ def test_a_list_moves_with_its_videos(tmp_path: Path) -> None:
         ('{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":""}', "prompt is ''"),
         ('{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","facts":[]}', "facts"),
         (
+            '{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","start_s":"1"}',
+            "start_s is '1'; allowed are a finite number or null",
+        ),
+        (
+            '{"clip_id":"x","benchmark":"V","split":"t","path":"p","prompt":"q","end_s":NaN}',
+            "end_s is nan",
+        ),
+        (
             '{"clip_id":"007","benchmark":"VDC","split":"t","path":"p","prompt":"q"}',
             "'007' occurs twice",
         ),
@@ -327,15 +461,22 @@ def test_any_jsonl_of_video_and_prompt_is_read(tmp_path: Path) -> None:
     rows = [
         {"video": "sub/one.mp4", "prompt": "Describe.", "source": "ignored"},
         {"video": "/abs/two.mkv", "prompt": "And then?", "id": "second", "reference": "Yes."},
+        {"video": "v.mp4", "prompt": "?", "id": "cut", "start_s": 2, "end_s": 3.5},
+        {"video": "images", "prompt": "?", "frames_per_s": 3},
     ]
     path = put(tmp_path / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows) + "\n")
     clips = read_video_list(path)
     assert clips == [
         Clip("sub/one", "custom", "training", str(tmp_path / "sub/one.mp4"), "Describe."),
         Clip("second", "custom", "training", "/abs/two.mkv", "And then?", "Yes."),
+        Clip("cut", "custom", "training", str(tmp_path / "v.mp4"), "?", start_s=2.0, end_s=3.5),
+        Clip("images", "custom", "training", str(tmp_path / "images"), "?", frames_per_s=3.0),
     ]
     put(path, '{"video": "a.mp4"}\n')
     with pytest.raises(InputError, match=r"line 1: prompt is None"):
+        read_video_list(path)
+    put(path, '{"video": "a.mp4", "prompt": "?", "start_s": "soon"}\n')
+    with pytest.raises(InputError, match=r"line 1: start_s is 'soon'"):
         read_video_list(path)
     put(path, '{"video": "a.mp4", "prompt": "?"}\n{"video": "a.mkv", "prompt": "?"}\n')
     with pytest.raises(InputError, match="'a' occurs twice"):

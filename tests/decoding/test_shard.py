@@ -36,15 +36,15 @@ class Reader:
     """Frames from the clip's number; some clips are bad, and reading can be cut off."""
 
     def __init__(self, bad=(), stop_at=None):
-        self.bad, self.stop_at, self.read_clips = set(bad), stop_at, []
+        self.bad, self.stop_at, self.names = set(bad), stop_at, []
 
-    def read(self, path, num_frames):
-        name = Path(path).stem
+    def read_clip(self, clip, num_frames):
+        name = Path(clip.path).stem
         if name == self.stop_at:
             raise KeyboardInterrupt
-        self.read_clips.append(name)
+        self.names.append(name)
         if name in self.bad:
-            raise ClipError(path, "damaged", "no frame at 3")
+            raise ClipError(clip.path, "damaged", "no frame at 3")
         info = ClipInfo(28, 24, 10.0, 20, 2.0, "h264", 8, "decord", "0.6.0", n_repeated=1)
         frames = tiny_frames(int(name[1:]), num_frames).numpy()
         return ClipFrames(frames, np.zeros(num_frames), np.arange(num_frames), info, 0.125)
@@ -257,7 +257,7 @@ def test_a_killed_run_resumes_at_the_next_clip(target, drafters, clips, tmp_path
     first = part_path(halves, GENERATIONS, "c0").read_bytes()
     reader, lines = Reader(), []
     decode_shard(target, chosen, clips, reader, SETTINGS, halves, FACTS, lines.append)
-    assert reader.read_clips == ["c1", "c2"]
+    assert reader.names == ["c1", "c2"]
     assert part_path(halves, GENERATIONS, "c0").read_bytes() == first
     assert lines[0] == "VDC: 1 of 3 clips were decoded before"
     columns = ["clip_id", "method", "output_sha256", "verify_calls"]
@@ -277,7 +277,7 @@ def test_a_killed_run_resumes_at_the_next_clip(target, drafters, clips, tmp_path
     ):
         reader = Reader()
         decode_shard(target, chosen, clips, reader, settings, halves, facts, lambda _: None)
-        assert reader.read_clips == expected
+        assert reader.names == expected
 
 
 def test_a_failed_clip_is_tried_again(target, drafters, clips, tmp_path):
@@ -288,7 +288,7 @@ def test_a_failed_clip_is_tried_again(target, drafters, clips, tmp_path):
     reader = Reader()
     lines: list[str] = []
     decode_shard(target, chosen, clips, reader, SETTINGS, tmp_path, FACTS, lines.append)
-    assert reader.read_clips == ["c2"] and lines[-1].startswith("3 of 3 clips decoded; ")
+    assert reader.names == ["c2"] and lines[-1].startswith("3 of 3 clips decoded; ")
 
 
 def test_a_method_that_fails_costs_only_its_own_rows(

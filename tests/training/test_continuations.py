@@ -41,11 +41,11 @@ class Reader:
     def __init__(self) -> None:
         self.paths: list[str] = []
 
-    def read(self, path: str, num_frames: int) -> Any:
-        self.paths.append(Path(path).name)
-        text = Path(path).read_text()
+    def read_clip(self, clip: Clip, num_frames: int) -> Any:
+        self.paths.append(Path(clip.path).name)
+        text = Path(clip.path).read_text()
         if text == "bad":
-            raise InputError(f"{path}: no_video_stream: made so")
+            raise InputError(f"{clip.path}: no_video_stream: made so")
         if text == "kill":
             raise KeyboardInterrupt
         return SimpleNamespace(frames=tiny_frames(int(text), num_frames).numpy())

@@ -1,4 +1,4 @@
-"""Frame readers: a backend is a function `(path, num_frames, num_threads) -> Reading`.
+"""Frame readers: a backend is a function `(path, wanted, num_threads) -> Reading`.
 
 decord and PyAV are native code that can spin, abort or leak on a damaged file, so nothing here is
 called from a notebook or a training process: `clips.serve` runs it in a child process. Both are
@@ -17,11 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from vflash_analysis.clips.sampling import (
-    choose_indices,
-    stream_duration,
-    uniform_times,
-)
+from vflash_analysis.clips.sampling import Wanted, choose_indices, stream_duration
+from vflash_analysis.errors import InputError
 
 BACKENDS = ("decord", "pyav")
 DEPTH_OF_INTEREST = 8  # bits per channel above which a clip is noted
@@ -56,8 +53,8 @@ class Reading:
     Attributes:
         frames: (U, H, W, 3) uint8 RGB, upright, one per distinct index in rising order.
         indices: (T,) index of each requested frame in the clip, in display order.
-        timestamps_s: (T,) start of each requested frame, seconds from the clip's first frame.
-        n_frames: frames the reader found in the clip.
+        timestamps_s: (T,) start of each requested frame, seconds from the video's first frame.
+        n_frames: frames the reader found in the video, also where the clip is a stretch of it.
         duration_s: length of the video stream, from the first frame's start to the last frame's
             end.
         n_substituted: distinct frames the decoder could not decode cleanly and replaced or patched.
@@ -72,32 +69,39 @@ class Reading:
     reader_version: str
 
 
-def select_frames(starts_s: np.ndarray, duration_s: float, num_frames: int) -> np.ndarray:
+def select_frames(starts_s: np.ndarray, duration_s: float, wanted: Wanted) -> np.ndarray:
     """Return (num_frames,) indices spread uniformly over the clip's time; `starts_s` begins at 0.
 
     Raises:
-        ReadFailure: time stamps of several frames that do not span any time.
+        ReadFailure: time stamps of several frames that do not span any time, or bounds outside the
+            video.
     """
-    if len(starts_s) == 1:
-        return np.zeros(num_frames, dtype=np.int64)
-    if not (math.isfinite(duration_s) and duration_s > 0 and starts_s[-1] > 0):
+    if len(starts_s) == 1 and not wanted.bounded:
+        return np.zeros(wanted.num_frames, dtype=np.int64)
+    if len(starts_s) > 1 and not (
+        math.isfinite(duration_s) and duration_s > 0 and starts_s[-1] > 0
+    ):
         raise ReadFailure(
             "damaged", f"the time stamps of {len(starts_s)} frames span {duration_s:g} s"
         )
-    return choose_indices(starts_s, uniform_times(duration_s, num_frames))
+    try:
+        times = wanted.times_s(duration_s, float(duration_s - starts_s[-1]))
+    except InputError as error:
+        raise ReadFailure("bounds", str(error)) from None
+    return choose_indices(starts_s, times)
 
 
 # ---------------------------------------------------------------- decord
 
 
-def read_decord(path: str, num_frames: int, num_threads: int) -> Reading:
+def read_decord(path: str, wanted: Wanted, num_threads: int) -> Reading:
     """Read with decord at the clip's own size; a frame it would replace silently is an error."""
     decord = importlib.import_module("decord")
     reader = decord.VideoReader(
         path, ctx=decord.cpu(0), num_threads=num_threads, fault_tol=_NO_REPLACED_FRAME
     )
     starts, duration_s = _decord_starts(reader)
-    indices = select_frames(starts, duration_s, num_frames)
+    indices = select_frames(starts, duration_s, wanted)
     frames = reader.get_batch(np.unique(indices).tolist()).asnumpy()  # (U, H, W, 3)
     # Left open, decord's threads go on decoding into memory.
     del reader
@@ -124,21 +128,21 @@ def _decord_starts(reader: Any) -> tuple[np.ndarray, float]:
 # ---------------------------------------------------------------- PyAV
 
 
-def read_pyav(path: str, num_frames: int, num_threads: int) -> Reading:
+def read_pyav(path: str, wanted: Wanted, num_threads: int) -> Reading:
     """Read with PyAV: index the packets, then decode only the stretches that hold wanted frames."""
     av = importlib.import_module("av")
     stamps, keys, first_ticks, time_base = _index_packets(av, path)
     ticks = np.asarray(stamps, dtype=np.int64) - stamps[0]
     starts = ticks * time_base  # (N,) seconds
     duration_s = stream_duration(starts, first_ticks * time_base)
-    indices = select_frames(starts, duration_s, num_frames)
-    wanted = [stamps[i] for i in np.unique(indices)]
+    indices = select_frames(starts, duration_s, wanted)
+    chosen = [stamps[i] for i in np.unique(indices)]
     try:
-        frames, bad = _decode_stamps(av, path, wanted, keys, num_threads)
+        frames, bad = _decode_stamps(av, path, chosen, keys, num_threads)
         if bad:  # seeking may be off: decode from the start before calling a frame replaced
-            frames, bad = _decode_stamps(av, path, wanted, keys[:1], num_threads)
+            frames, bad = _decode_stamps(av, path, chosen, keys[:1], num_threads)
     except _StampsFallError:
-        frames, bad = _decode_stamps(av, path, wanted, keys[:1], num_threads, stamps)
+        frames, bad = _decode_stamps(av, path, chosen, keys[:1], num_threads, stamps)
     return Reading(
         np.stack(frames),
         indices,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,10 +28,13 @@ class Clip:
         clip_id: unique within a list; a suite's ids are also unique across its tasks.
         benchmark: the suite as it stands in the records' `benchmark` column.
         split: what the clip may be used for.
-        path: video file; absolute once a list has been read.
+        path: video file, or with `frames_per_s` a folder of numbered frame images; absolute once a
+            list has been read.
         prompt: the question without chat template.
         reference: an expected answer, where one exists.
         facts: what a generated clip shows, for scoring; JSON types only.
+        start_s, end_s: the clip's bounds in seconds of its video; None: the video's own.
+        frames_per_s: images per second of a folder; None: `path` is a file.
     """
 
     clip_id: str
@@ -39,6 +44,12 @@ class Clip:
     prompt: str
     reference: str | None = None
     facts: dict[str, Any] | None = None
+    start_s: float | None = None
+    end_s: float | None = None
+    frames_per_s: float | None = None
+
+
+_NUMBERS = ("start_s", "end_s", "frames_per_s")
 
 
 # ---------------------------------------------------------------- lists in files
@@ -75,7 +86,7 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
     clips = []
     for place, row in _json_lines(path):
         names = {field.name for field in dataclasses.fields(Clip)}
-        required = names - {"reference", "facts"}
+        required = names - {"reference", "facts", *_NUMBERS}
         if set(row) - names or required - set(row):
             raise InputError(
                 f"{place}: fields are {sorted(row)}; "
@@ -85,6 +96,7 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
             need_text(place, row, name)
         if not isinstance(row.get("facts"), (dict, type(None))):
             raise InputError(f"{place}: facts is {row['facts']!r}; allowed are an object or null")
+        row.update({name: may_have_number(place, row, name) for name in _NUMBERS})
         full = os.path.abspath(os.path.join(path.parent, row["path"]))
         clips.append(Clip(**{**row, "path": full}))
     _refuse_repeated_ids(str(path), clips)
@@ -94,12 +106,13 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
 def read_video_list(path: str | os.PathLike[str]) -> list[Clip]:
     """Read any JSONL whose lines hold at least `video` and `prompt`, as training clips.
 
-    `id` and `reference` are taken where given, other fields are left aside. Without `id` the
-    video's path as written, less its extension, is the clip's id. Relative paths count from the
-    list's folder.
+    `id`, `reference`, and a stretch's `start_s`, `end_s` or a frame folder's `frames_per_s` are
+    taken where given, other fields are left aside. Without `id` the video's path as written, less
+    its extension, is the clip's id. Relative paths count from the list's folder.
 
     Raises:
-        InputError: no such list, a line without `video` or `prompt`, or an id that occurs twice.
+        InputError: no such list, a line without `video` or `prompt`, a bound or rate that is no
+            number, or an id that occurs twice.
     """
     path = Path(path)
     clips = []
@@ -108,7 +121,8 @@ def read_video_list(path: str | os.PathLike[str]) -> list[Clip]:
         clip_id = need_text(place, row, "id") if "id" in row else os.path.splitext(video)[0]
         reference = need_text(place, row, "reference") if row.get("reference") is not None else None
         full = os.path.abspath(os.path.join(path.parent, video))
-        clips.append(Clip(clip_id, "custom", "training", full, prompt, reference))
+        numbers = {name: may_have_number(place, row, name) for name in _NUMBERS}
+        clips.append(Clip(clip_id, "custom", "training", full, prompt, reference, None, **numbers))
     _refuse_repeated_ids(str(path), clips)
     return clips
 
@@ -141,6 +155,16 @@ def need_text(place: str, row: dict[str, Any], name: str) -> str:
     return value
 
 
+def may_have_number(place: str, row: dict[str, Any], name: str) -> float | None:
+    """Return a row's number, None where it has none, or raise InputError naming place and field."""
+    value = row.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise InputError(f"{place}: {name} is {value!r}; allowed are a finite number or null")
+    return float(value)
+
+
 def _refuse_repeated_ids(place: str, clips: Sequence[Clip]) -> None:
     seen: set[tuple[str, str]] = set()
     for clip in clips:
@@ -150,15 +174,41 @@ def _refuse_repeated_ids(place: str, clips: Sequence[Clip]) -> None:
         seen.add(key)
 
 
-# ---------------------------------------------------------------- checks
+# ---------------------------------------------------------------- identity and checks
+
+
+def video_files(path: str | os.PathLike[str]) -> list[Path]:
+    """Return a video's file, or the files of a frame folder by name, hidden ones left out; [] where
+    there is nothing."""
+    video = Path(path)
+    if not video.is_dir():
+        return [video] if video.is_file() else []
+    return sorted(file for file in video.glob("[!.]*") if file.is_file())
+
+
+def video_sha256(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a video file; of a frame folder, that of its files' digests and names.
+
+    For a folder it is what `LC_ALL=C sha256sum * | sha256sum` prints there. Bounds take no part.
+    """
+    if not os.path.isdir(path):
+        return sha256_of_file(Path(path))
+    listed = "".join(f"{sha256_of_file(file)}  {file.name}\n" for file in video_files(path))
+    return hashlib.sha256(listed.encode()).hexdigest()
+
+
+def _bytes_of(clip: Clip) -> int | None:
+    """Size of a clip's video, None where there is none."""
+    files = video_files(clip.path)
+    return sum(file.stat().st_size for file in files) if files else None
 
 
 def check_disjoint(training: Sequence[Clip], evaluation: Sequence[Clip]) -> None:
     """Raise InputError where a clip of one list is also in the other, by id or by file.
 
-    The same video under another name is the case that ids cannot show, and it inflates acceptance.
-    Only files of equal size are hashed; files that are not there cannot be compared and are left to
-    the reader's own report.
+    The same video under another name is the case that ids cannot show, and it inflates acceptance;
+    two stretches of one video are the same video. Only files of equal size are hashed; files that
+    are not there cannot be compared and are left to the reader's own report.
     """
     evaluated = {clip.clip_id: clip for clip in evaluation}
     for clip in training:
@@ -168,15 +218,13 @@ def check_disjoint(training: Sequence[Clip], evaluation: Sequence[Clip]) -> None
                 f"clip id {clip.clip_id!r} is in training ({clip.benchmark} {clip.split}) and in "
                 f"evaluation ({other.benchmark} {other.split}); the lists must not share a clip"
             )
-    by_size: dict[int, list[Clip]] = {}
+    by_size: dict[int | None, list[Clip]] = {}
     for clip in evaluation:
-        if os.path.isfile(clip.path):
-            by_size.setdefault(os.path.getsize(clip.path), []).append(clip)
-    digest = functools.cache(sha256_of_file)
+        by_size.setdefault(_bytes_of(clip), []).append(clip)
+    by_size.pop(None, None)
+    digest = functools.cache(video_sha256)
     for clip in training:
-        if not os.path.isfile(clip.path):
-            continue
-        for other in by_size.get(os.path.getsize(clip.path), []):
+        for other in by_size.get(_bytes_of(clip), []):
             if digest(clip.path) == digest(other.path):
                 raise InputError(
                     f"training clip {clip.clip_id} ({clip.path}) and evaluation clip "

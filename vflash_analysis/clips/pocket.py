@@ -22,7 +22,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from vflash_analysis.clips.suites import Clip
+from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.wording import answer, question
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file

@@ -181,8 +181,8 @@ def check_lists(settings: ClipSettings, folder: Path, most: int = 10**9) -> pd.D
 
     def check(share: list[Clip]) -> list[dict[str, Any]]:
         with open_reader(settings) as reader:
-            files = (clip.path for clip in share if not stop.is_set())
-            return check_clips(files, settings.num_frames, reader, settings.on_bad_clip)
+            left = (clip for clip in share if not stop.is_set())
+            return check_clips(left, settings.num_frames, reader, settings.on_bad_clip)
 
     with ThreadPoolExecutor(READERS_AT_ONCE) as pool:  # a thread waits for its reader's process
         try:
@@ -205,7 +205,7 @@ def contact_sheet(clips: Sequence[Clip], settings: ClipSettings, columns: int = 
     )
     with open_reader(settings) as reader:
         for row, clip in zip(axes, clips, strict=True):
-            frames = reader.read(clip.path, settings.num_frames).frames
+            frames = reader.read_clip(clip, settings.num_frames).frames
             shown = np.linspace(0, len(frames) - 1, columns).round().astype(int)
             for place, index in zip(row, shown, strict=True):
                 place.imshow(frames[index])

@@ -1,7 +1,8 @@
 """Frames from video files: one child process, a wall limit per clip, one reason per bad clip.
 
     with FrameReader(timeout_s=60) as reader:
-        clip = reader.read("clip.mp4", num_frames=8)   # clip.frames (8, H, W, 3) uint8
+        read = reader.read_clip(clip, num_frames=8)     # a Clip of a list, with its bounds
+        read = reader.read("clip.mp4", num_frames=8)    # read.frames (8, H, W, 3) uint8
 
 The child imports decord or PyAV; this process never does, so a reader that spins, aborts or leaks
 costs one clip.
@@ -23,7 +24,9 @@ import numpy as np
 
 from vflash_analysis.clips.backends import BACKENDS, DEPTH_OF_INTEREST
 from vflash_analysis.clips.child import Child
-from vflash_analysis.clips.sampling import uniform_times, validate_indices
+from vflash_analysis.clips.frames import FRAMES
+from vflash_analysis.clips.lists import Clip
+from vflash_analysis.clips.sampling import Wanted, uniform_times, validate_indices
 from vflash_analysis.environment import READER_THREADS
 from vflash_analysis.errors import InputError
 
@@ -34,7 +37,8 @@ REASONS = (
     "no_video_stream",  # a media file with sound only
     "no_frames",  # a video stream that holds no frames
     "unsupported_codec",  # sound file, no decoder for it in this build
-    "damaged",  # cut off, corrupt, or more frames replaced than allowed
+    "damaged",  # cut off, corrupt, frame images left out, or more frames replaced than allowed
+    "bounds",  # start, end or rate that are no numbers in order, or lie outside the video
     "timeout",  # over the wall limit
     "crashed",  # the native reader ended its process
 )
@@ -70,6 +74,8 @@ class ClipError(InputError):
 @dataclass(frozen=True)
 class ClipInfo:
     """Facts about a clip as it was read; None where neither reader nor container says.
+
+    Where the clip is a stretch of its video, frames and duration are the whole video's.
 
     Attributes:
         width, height: of the upright frames, pixels.
@@ -111,8 +117,8 @@ class ClipFrames:
 
     Attributes:
         frames: (T, H, W, 3) uint8 RGB, upright.
-        timestamps_s: (T,) starts of the frames, seconds from the clip's first frame.
-        indices: (T,) numbers of the frames in the clip, in display order.
+        timestamps_s: (T,) starts of the frames, seconds from the video's first frame.
+        indices: (T,) numbers of the frames in the video, in display order.
         seconds: wall time of the read, the child's start left out.
     """
 
@@ -177,11 +183,36 @@ class FrameReader:
         """End the child; the reader can be used again and starts a new one."""
         self._child.close()
 
-    def read(self, path: str | os.PathLike[str], num_frames: int) -> ClipFrames:
+    def read_clip(self, clip: Clip, num_frames: int) -> ClipFrames:
+        """Return the frames of a clip of a list, inside its bounds; see `read`."""
+        return self.read(
+            clip.path,
+            num_frames,
+            start_s=clip.start_s,
+            end_s=clip.end_s,
+            frames_per_s=clip.frames_per_s,
+        )
+
+    def read(
+        self,
+        path: str | os.PathLike[str],
+        num_frames: int,
+        *,
+        start_s: float | None = None,
+        end_s: float | None = None,
+        frames_per_s: float | None = None,
+    ) -> ClipFrames:
         """Return exactly `num_frames` frames spread uniformly over the clip's time.
 
         A clip with fewer frames repeats some and is flagged "repeated". Flags stand in
         `info.warnings` with counts.
+
+        Args:
+            path: a video file, or with `frames_per_s` a folder of frame images.
+            num_frames: 1 or more.
+            start_s: where the clip begins, seconds from the video's first frame; None: there.
+            end_s: where it ends; None: with the video.
+            frames_per_s: images per second of a folder.
 
         Raises:
             ClipError: the clip cannot be used; its `reason` is one of `REASONS`.
@@ -189,14 +220,20 @@ class FrameReader:
         """
         uniform_times(1.0, num_frames)  # refuses a bad count before any work
         path = os.path.abspath(path)
-        _check_file(path)
+        wanted = Wanted(int(num_frames), start_s, end_s, frames_per_s)
+        _check_file(path, wanted)
         failures: list[tuple[str, str, str]] = []  # backend, reason, message
         with self._lock:
-            for backend in self.backends:
+            for backend in self.backends if frames_per_s is None else [FRAMES]:
                 self._child.start()  # outside the clip's time
                 begun = time.perf_counter()
-                request = {"path": path, "num_frames": int(num_frames), "backend": backend}
-                request.update(num_threads=self.num_threads, give_up_s=1.5 * self.timeout_s + 5.0)
+                request = {
+                    "path": path,
+                    "wanted": dataclasses.asdict(wanted),
+                    "backend": backend,
+                    "num_threads": self.num_threads,
+                    "give_up_s": 1.5 * self.timeout_s + 5.0,
+                }
                 header, frames, errors = self._child.request(request, self.timeout_s)
                 if frames is not None:
                     info = _clip_info(backend, header, frames, errors, failures)
@@ -208,8 +245,8 @@ class FrameReader:
                     )
                     header = {"reason": "damaged", "message": said}
                 failures.append((backend, header["reason"], header["message"]))
-                if header["reason"] == "timeout":
-                    break  # a second backend would double the wait
+                if header["reason"] in ("timeout", "bounds"):
+                    break  # a second backend would double the wait, or find the same length
         said = "; ".join(f"{backend}: {message}" for backend, _, message in failures)
         reasons = [reason for _, reason, _ in failures if reason != "no_reader"]
         if not reasons:
@@ -257,12 +294,22 @@ def _clip_info(
     return dataclasses.replace(info, warnings=warnings)
 
 
-def _check_file(path: str) -> None:
+def _check_file(path: str, wanted: Wanted) -> None:
     """Raise ClipError for what needs no reader to refuse."""
     if not os.path.exists(path):
-        raise ClipError(path, "missing", "no such file")
-    if os.path.isdir(path):
-        raise ClipError(path, "not_video", "a folder; allowed is one video file")
+        folder = os.path.dirname(path)
+        absent = "" if os.path.isdir(folder) else f", nor its folder {folder}"
+        raise ClipError(path, "missing", f"no such file{absent}")
+    try:
+        wanted.check()
+    except InputError as error:
+        raise ClipError(path, "bounds", str(error)) from None
+    if os.path.isdir(path) and wanted.frames_per_s is None:
+        raise ClipError(
+            path, "not_video", "a folder; allowed are a video file, or frame images and their rate"
+        )
+    if wanted.frames_per_s is not None and not os.path.isdir(path):
+        raise ClipError(path, "not_video", "a file; frames_per_s belongs to a folder of images")
     if os.path.getsize(path) == 0:
         raise ClipError(path, "empty", "the file has 0 bytes")
 
@@ -310,9 +357,11 @@ def _warnings(
 
 
 def check_clip(
-    path: str | os.PathLike[str], num_frames: int, reader: FrameReader
+    clip: Clip | str | os.PathLike[str], num_frames: int, reader: FrameReader
 ) -> dict[str, Any]:
     """Read the very frames a run would use; return one row of the clip table, None for missing.
+
+    Takes a clip of a list, or the path of a video that is used from end to end.
 
     Header checks are not enough: damaged clips open cleanly and fail, or come back short, only
     while decoding.
@@ -324,7 +373,7 @@ def check_clip(
         codec, bit_depth, reader, reader_version, seconds.
     """
     row: dict[str, Any] = {
-        "path": os.fspath(path),
+        "path": clip.path if isinstance(clip, Clip) else os.fspath(clip),
         "status": "bad",
         "reason": None,
         "flags": "",
@@ -334,27 +383,30 @@ def check_clip(
     shown = [field.name for field in dataclasses.fields(ClipInfo) if field.name != "warnings"]
     row.update(dict.fromkeys(shown), seconds=None)
     try:
-        clip = reader.read(path, num_frames)
+        if isinstance(clip, Clip):
+            read = reader.read_clip(clip, num_frames)
+        else:
+            read = reader.read(clip, num_frames)
     except ClipError as error:
         return {**row, "reason": error.reason, "message": error.detail}
-    row.update({name: getattr(clip.info, name) for name in shown}, seconds=clip.seconds)
+    row.update({name: getattr(read.info, name) for name in shown}, seconds=read.seconds)
     row.update(
-        frames_distinct=num_frames - clip.info.n_repeated, message="; ".join(clip.info.warnings)
+        frames_distinct=num_frames - read.info.n_repeated, message="; ".join(read.info.warnings)
     )
     return {
         **row,
-        "status": "flagged" if clip.info.flags else "ok",
-        "flags": " ".join(clip.info.flags),
+        "status": "flagged" if read.info.flags else "ok",
+        "flags": " ".join(read.info.flags),
     }
 
 
 def check_clips(
-    paths: Iterable[str | os.PathLike[str]],
+    clips: Iterable[Clip | str | os.PathLike[str]],
     num_frames: int,
     reader: FrameReader,
     on_bad_clip: str = "skip",
 ) -> list[dict[str, Any]]:
-    """Return `check_clip` rows for many files; with on_bad_clip="fail" the first bad clip raises.
+    """Return `check_clip` rows for many clips; with on_bad_clip="fail" the first bad one raises.
 
     Raises:
         ClipError: a bad clip under "fail".
@@ -363,8 +415,8 @@ def check_clips(
     if on_bad_clip not in ("skip", "fail"):
         raise InputError(f"on_bad_clip is {on_bad_clip!r}; allowed are 'skip' and 'fail'")
     rows = []
-    for path in paths:
-        row = check_clip(path, num_frames, reader)
+    for clip in clips:
+        row = check_clip(clip, num_frames, reader)
         if row["status"] == "bad" and on_bad_clip == "fail":
             raise ClipError(row["path"], row["reason"], row["message"])
         rows.append(row)

@@ -4,11 +4,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from vflash_analysis.errors import InputError
+
+ROUNDING_S = 0.1  # suites give bounds in tenths of a second, so an end may lie past the last frame
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which frames of a video make a clip.
+
+    Attributes:
+        num_frames: how many, spread uniformly over the clip's time; 1 or more.
+        start_s, end_s: the clip's bounds, seconds from the video's first frame; None: the video's.
+        frames_per_s: rate of a folder of frame images, above 0; None: the video is a file.
+    """
+
+    num_frames: int
+    start_s: float | None = None
+    end_s: float | None = None
+    frames_per_s: float | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the clip is a stretch of its video."""
+        return self.start_s is not None or self.end_s is not None
+
+    def check(self) -> None:
+        """Raise InputError for bounds or a rate that fit no video."""
+        rate = self.frames_per_s
+        if rate is not None and not (math.isfinite(rate) and rate > 0):
+            raise InputError(f"frames_per_s is {rate!r}; allowed are numbers above 0")
+        start_s = 0.0 if self.start_s is None else self.start_s
+        end_s = self.end_s
+        if not (0 <= start_s < math.inf and (end_s is None or start_s < end_s < math.inf)):
+            raise InputError(
+                f"start_s is {self.start_s!r} and end_s {end_s!r}; "
+                "allowed are finite seconds, 0 <= start_s < end_s"
+            )
+
+    def times_s(self, duration_s: float, frame_s: float) -> np.ndarray:
+        """Return (num_frames,) seconds from the video's first frame, uniform inside the bounds.
+
+        An end past the video's by no more than a frame and `ROUNDING_S` is the video's end.
+
+        Args:
+            duration_s: length of the video stream.
+            frame_s: how long its last frame lasts.
+
+        Raises:
+            InputError: bounds outside the video.
+        """
+        self.check()
+        start_s = self.start_s or 0.0
+        end_s = duration_s if self.end_s is None else self.end_s
+        if start_s >= duration_s or end_s > duration_s + frame_s + ROUNDING_S:
+            raise InputError(
+                f"start_s {start_s:g} and end_s {end_s:g} are outside the video, "
+                f"which lasts {duration_s:.2f} s"
+            )
+        return start_s + uniform_times(min(end_s, duration_s) - start_s, self.num_frames)
 
 
 def uniform_times(duration_s: float, num_frames: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from vflash_analysis.clips import frames as frame_folders
 from vflash_analysis.clips.backends import (
     ReadFailure,
     Reading,
@@ -27,12 +28,17 @@ from vflash_analysis.clips.backends import (
     read_decord,
     read_pyav,
 )
+from vflash_analysis.clips.sampling import Wanted
 
-MODULES = {"decord": "decord", "pyav": "av"}
-BUILT_IN = {"decord": read_decord, "pyav": read_pyav}
+MODULES = {"decord": "decord", "pyav": "av", frame_folders.FRAMES: "PIL"}
+BUILT_IN = {
+    "decord": read_decord,
+    "pyav": read_pyav,
+    frame_folders.FRAMES: frame_folders.read_folder,
+}
 
 
-def _backend(name: str) -> Callable[[str, int, int], Reading]:
+def _backend(name: str) -> Callable[[str, Wanted, int], Reading]:
     """Return a backend by name, or by "module:function" for a reader of the user's own.
 
     Raises:
@@ -54,7 +60,8 @@ def _answer(request: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]
     """Do one request; never raises for a bad clip."""
     path, name = request["path"], request["backend"]
     try:
-        reading = _backend(name)(path, request["num_frames"], request["num_threads"])
+        wanted = Wanted(**request["wanted"])
+        reading = _backend(name)(path, wanted, request["num_threads"])
         frames = np.ascontiguousarray(reading.frames, dtype=np.uint8)
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise ReadFailure(

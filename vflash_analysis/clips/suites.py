@@ -1,7 +1,7 @@
 """Clips of the five public suites from local folders: adapters and fixed draws.
 
 A suite is one YAML file in `data/suites/` (hub id, revision, licence, layout, prompt rule) and one
-function here that reads its metadata. Videos are never downloaded: `VFLASH_DATA` names a folder
+function that reads its metadata. Videos are never downloaded: `VFLASH_DATA` names a folder
 that holds the datasets as the hub lays them out, `<VFLASH_DATA>/<org>/<name>` or
 `<VFLASH_DATA>/<name>`.
 
@@ -11,17 +11,19 @@ that holds the datasets as the hub lays them out, `<VFLASH_DATA>/<org>/<name>` o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from vflash_analysis import strict
-from vflash_analysis.clips.lists import Clip, need_text, read_video_list
+from vflash_analysis.clips import mvbench
+from vflash_analysis.clips.lists import Clip, read_video_list
+from vflash_analysis.clips.metadata import Video, json_rows, parquet_rows, split_ending
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json
 
 # The neighbours' prompt for every suite but VideoDetailCaption (SpecVLM's published script and
 # paper, appendix A).
@@ -30,13 +32,19 @@ DESCRIPTION_PROMPT = (
     "their actions, and the background scenes."
 )
 
-# Keys of a suite file that nothing computes with, as on the hub's card.
+# Keys of a suite file that nothing computes with: the hub's card, and where our choices come from.
 FOR_THE_READER = (
-    "title", "revision", "licence", "gated", "expected_clips", "notes", "unverified",
+    "title", "licence", "gated", "download_bytes", "layout", "prompt_source", "expected_clips",
+    "other_tasks", "notes", "unverified",
 )  # fmt: skip
 
 
 # ---------------------------------------------------------------- a suite's description
+
+
+AdapterName = Literal[
+    "video_detail_caption", "video_mme", "mvbench", "mlvu", "mlvu_dev", "long_video_bench", "jsonl"
+]
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,25 @@ class ExpectedPrompt:
 
 
 @dataclass(frozen=True)
+class MainFolder:
+    """A task's folder of clips on MVBench's revision `video`, and the one it stands for on `main`."""
+
+    folder: str
+    main: str
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Another dataset on the hub that holds the same suite: the keys in which it differs."""
+
+    hub_id: str
+    adapter: AdapterName
+    metadata: str
+    videos: str
+    archives: str | None
+
+
+@dataclass(frozen=True)
 class Suite:
     """One YAML file of `data/suites/`: where a public suite comes from and how its folder is read.
 
@@ -63,18 +90,21 @@ class Suite:
         name: benchmark column. adapter: a key of `ADAPTERS`.
         hub_id, other_hub_ids: dataset names on the hub, the papers' own first.
         split: as the hub's card says.
-        metadata, videos: a file pattern and a folder inside the dataset's folder.
+        metadata, videos: a file pattern and a folder inside the dataset's folder; `videos` may be a
+            pattern of folders.
         extensions: tried in this order after the name that the metadata gives.
         prompt: "question" asks the row's own question, "description" `DESCRIPTION_PROMPT`.
-        tasks: for suites with a file per task.
+        tasks: for suites with a file per task; clips are drawn from all of these.
+        revision: branch of the hub; MVBench's two are laid out differently.
+        archives: pattern of the files that unpack to `videos`.
+        main_folders: those that `main` calls otherwise. withdrawn: tasks whose videos it lost.
+        other_packings: looked for after the suite's own.
         question: one of the suite's own as it is documented, where the rule is "question".
         expected_prompt_tokens: what the paper's prompts come to, to check one's own by.
     """
 
     name: str
-    adapter: Literal[
-        "video_detail_caption", "video_mme", "mvbench", "mlvu", "long_video_bench", "jsonl"
-    ]
+    adapter: AdapterName
     hub_id: str
     other_hub_ids: tuple[str, ...] | None
     split: str
@@ -83,12 +113,17 @@ class Suite:
     extensions: tuple[str, ...]
     prompt: Literal["question", "description"]
     tasks: tuple[Task, ...] | None
+    revision: str | None = None
+    archives: str | None = None
+    main_folders: tuple[MainFolder, ...] | None = None
+    withdrawn: tuple[str, ...] | None = None
+    other_packings: tuple[Packing, ...] | None = None
     question: str | None = None
     expected_prompt_tokens: ExpectedPrompt | None = None
 
 
 def load_suite(path: str | os.PathLike[str]) -> Suite:
-    """Read one suite's YAML file.
+    """Read one suite's YAML file; keys that have a default may be left out.
 
     Raises:
         InputError: unreadable, or an unknown, missing or mistyped key, by name.
@@ -96,7 +131,9 @@ def load_suite(path: str | os.PathLike[str]) -> Suite:
     path = Path(path)
     keys = strict.read_yaml(path)
     used = {key: value for key, value in keys.items() if key not in FOR_THE_READER}
-    return strict.build(Suite, used, path.name)
+    fields = dataclasses.fields(Suite)
+    left_out = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    return strict.build(Suite, {**left_out, **used}, path.name)
 
 
 def load_suites(folder: str | os.PathLike[str]) -> dict[str, Suite]:
@@ -113,111 +150,113 @@ def find_dataset(suite: Suite, data_root: str | os.PathLike[str]) -> Path:
     """Return the suite's folder below `data_root` (`VFLASH_DATA`).
 
     Raises:
-        InputError: it is in none of the places it may be in.
+        InputError: it is in none of the places it may be in, or its archives are not unpacked.
     """
-    places = []
-    for hub_id in (suite.hub_id, *(suite.other_hub_ids or ())):
-        places += [Path(data_root) / hub_id, Path(data_root) / hub_id.split("/")[-1]]
-    for place in places:
-        if any(place.glob(suite.metadata.replace("{task}", "*"))):
-            return place
-    looked = ", ".join(str(place) for place in places)
+    return _find(suite, data_root)[1]
+
+
+def _find(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]:
+    """Return the suite as it is packed below `data_root`, and its folder there."""
+    others = [
+        dataclasses.replace(suite, other_hub_ids=None, **dataclasses.asdict(packing))
+        for packing in suite.other_packings or ()
+    ]
+    looked = []
+    for packed in (suite, *others):
+        for hub_id in (packed.hub_id, *(packed.other_hub_ids or ())):
+            for place in (Path(data_root) / hub_id, Path(data_root) / hub_id.split("/")[-1]):
+                if any(place.glob(packed.metadata.replace("{task}", "*"))):
+                    _refuse_packed_videos(packed, place)
+                    return packed, place
+                looked.append(f"{place}/{packed.metadata}")
     raise InputError(
-        f"{suite.name}: {suite.metadata} of {suite.hub_id} was not found; looked in {looked}"
+        f"{suite.name}: {suite.metadata} of {suite.hub_id} was not found; "
+        f"looked for {', '.join(looked)}"
     )
+
+
+def _refuse_packed_videos(suite: Suite, folder: Path) -> None:
+    """Raise InputError where there are archives of videos and not the folder they unpack to."""
+    if suite.archives is None or any(root.is_dir() for root in _video_roots(suite, folder)):
+        return
+    packed = sorted(folder.glob(suite.archives))
+    if packed:
+        raise InputError(
+            f"{suite.name}: {folder / suite.videos} is not there; {packed[0].name}"
+            f"{f' and {len(packed) - 1} more' if packed[1:] else ''} must be unpacked in {folder}"
+        )
+
+
+def _video_roots(suite: Suite, folder: Path) -> list[Path]:
+    """Return the folders that video names count from."""
+    if "*" not in suite.videos:
+        return [folder / suite.videos]
+    return sorted(root for root in folder.glob(suite.videos) if root.is_dir())
 
 
 # ---------------------------------------------------------------- adapters
 
 
-@dataclass(frozen=True)
-class _Video:
-    """One video of a suite's metadata, before its file is looked for."""
-
-    clip_id: str
-    file: str  # relative to the suite's `videos` folder, with or without extension
-    question: str | None = None
-    answer: str | None = None
-
-
-def _video_detail_caption(suite: Suite, folder: Path) -> list[_Video]:
+def _video_detail_caption(suite: Suite, folder: Path) -> list[Video]:
+    fields = ["video_name", "question", "answer"]
     return [
-        _Video(row["video_name"], row["video_name"], row["question"], row["answer"])
-        for row in _parquet_rows(suite, folder, ["video_name", "question", "answer"])
+        Video(row["video_name"], row["video_name"], row["question"], row["answer"])
+        for row in parquet_rows(folder, suite.metadata, fields)
     ]
 
 
-def _video_mme(suite: Suite, folder: Path) -> list[_Video]:
-    return [
-        _Video(row["videoID"], row["videoID"]) for row in _parquet_rows(suite, folder, ["videoID"])
-    ]
+def _video_mme(suite: Suite, folder: Path) -> list[Video]:
+    rows = parquet_rows(folder, suite.metadata, ["videoID"])
+    return [Video(row["videoID"], row["videoID"]) for row in rows]
 
 
-def _mvbench(suite: Suite, folder: Path) -> list[_Video]:
-    videos = []
-    for task in suite.tasks or ():
-        for row in _json_rows(folder / suite.metadata.format(task=task.name), ["video"]):
-            # The source's folder belongs to the id: two sources use the same file names.
-            file = f"{task.folder}/{row['video']}"
-            videos.append(_Video(os.path.splitext(file)[0], file))
-    return videos
-
-
-def _mlvu(suite: Suite, folder: Path) -> list[_Video]:
+def _mlvu(suite: Suite, folder: Path) -> list[Video]:
     videos = []
     for metadata in sorted(folder.glob(suite.metadata)):
-        for row in _json_rows(metadata, ["video"]):
+        for row in json_rows(metadata, ["video"]):
+            # The task's folder belongs to the id: tasks use the same file names.
             file = f"{metadata.stem}/{row['video']}"
-            videos.append(_Video(os.path.splitext(file)[0], file))
+            videos.append(Video(split_ending(file)[0], file))
     return videos
 
 
-def _long_video_bench(suite: Suite, folder: Path) -> list[_Video]:
-    rows = _json_rows(folder / suite.metadata, ["video_id", "video_path"])
-    return [_Video(row["video_id"], row["video_path"]) for row in rows]
+def _mlvu_dev(suite: Suite, folder: Path) -> list[Video]:
+    rows = parquet_rows(folder, suite.metadata, ["video_name"])
+    return [Video(split_ending(row["video_name"])[0], row["video_name"]) for row in rows]
 
 
-def _jsonl(suite: Suite, folder: Path) -> list[_Video]:
+def _long_video_bench(suite: Suite, folder: Path) -> list[Video]:
+    rows = json_rows(folder / suite.metadata, ["video_id", "video_path"])
+    return [Video(row["video_id"], row["video_path"]) for row in rows]
+
+
+def _jsonl(suite: Suite, folder: Path) -> list[Video]:
     """A corpus of the user's own: JSON lines with `video` (from the list's folder) and `prompt`."""
     lists = sorted(folder.glob(suite.metadata))
     clips = [clip for path in lists for clip in read_video_list(path)]
-    return [_Video(clip.clip_id, clip.path, clip.prompt, clip.reference) for clip in clips]
+    return [
+        Video(
+            clip.clip_id,
+            clip.path,
+            clip.prompt,
+            clip.reference,
+            start_s=clip.start_s,
+            end_s=clip.end_s,
+            frames_per_s=clip.frames_per_s,
+        )
+        for clip in clips
+    ]
 
 
-ADAPTERS: dict[str, Callable[[Suite, Path], list[_Video]]] = {
+ADAPTERS: dict[str, Callable[[Suite, Path], list[Video]]] = {
     "video_detail_caption": _video_detail_caption,
     "video_mme": _video_mme,
-    "mvbench": _mvbench,
+    "mvbench": mvbench.list_clips,
     "mlvu": _mlvu,
+    "mlvu_dev": _mlvu_dev,
     "long_video_bench": _long_video_bench,
     "jsonl": _jsonl,
 }
-
-
-def _parquet_rows(suite: Suite, folder: Path, columns: list[str]) -> Iterable[dict[str, Any]]:
-    import pyarrow.parquet as parquet  # only the suites that come as Parquet need it
-
-    for path in sorted(folder.glob(suite.metadata)):
-        try:
-            rows = parquet.read_table(path, columns=columns).to_pylist()
-        except Exception as error:
-            raise InputError(
-                f"{path}: not a Parquet file with columns {columns} ({error})"
-            ) from None
-        yield from _complete(path, rows, columns)
-
-
-def _json_rows(path: Path, fields: list[str]) -> list[dict[str, Any]]:
-    return _complete(path, read_json(path), fields)
-
-
-def _complete(path: Path, rows: Any, fields: list[str]) -> list[dict[str, Any]]:
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path}: {type(rows).__name__}; allowed is a list of objects")
-    for number, row in enumerate(rows):
-        for name in fields:
-            need_text(f"{path}, row {number}", row, name)
-    return rows
 
 
 # ---------------------------------------------------------------- from a suite to clips
@@ -226,18 +265,19 @@ def _complete(path: Path, rows: Any, fields: list[str]) -> list[dict[str, Any]]:
 def suite_videos(suite: Suite, data_root: str | os.PathLike[str]) -> list[Clip]:
     """Return every different video of a suite as a clip, sorted by id, with or without its file.
 
-    Rows of one video are one clip: under a description prompt its questions would all give the same
-    text.
+    Rows of one video, or of one stretch of it, are one clip: under a description prompt its
+    questions would all give the same text.
 
     Raises:
         InputError: the dataset's folder or metadata is missing or not as described.
     """
-    folder = find_dataset(suite, data_root)
-    videos: dict[str, _Video] = {}
+    suite, folder = _find(suite, data_root)
+    videos: dict[str, Video] = {}
     for video in ADAPTERS[suite.adapter](suite, folder):
         videos.setdefault(video.clip_id, video)
     if not videos:
         raise InputError(f"{folder}: {suite.metadata} lists no videos")
+    roots = _video_roots(suite, folder)
     clips = []
     for clip_id, video in sorted(videos.items()):
         prompt = DESCRIPTION_PROMPT if suite.prompt == "description" else video.question
@@ -245,15 +285,36 @@ def suite_videos(suite: Suite, data_root: str | os.PathLike[str]) -> list[Clip]:
             raise InputError(
                 f"{suite.name}: {clip_id} has no question, and the prompt rule is 'question'"
             )
-        file = _find_file(folder / suite.videos / video.file, suite.extensions)
-        clips.append(Clip(clip_id, suite.name, suite.split, file, prompt, video.answer))
+        clip = Clip(
+            clip_id,
+            suite.name,
+            suite.split,
+            _find_file(roots, video, suite.extensions),
+            prompt,
+            video.answer,
+            start_s=video.start_s,
+            end_s=video.end_s,
+            frames_per_s=video.frames_per_s,
+        )
+        clips.append(clip)
     return clips
 
 
-def _find_file(base: Path, extensions: Sequence[str]) -> str:
-    """Return the first name that exists, else the first: a missing clip needs a path to report."""
-    names = [f"{base}{extension}" for extension in extensions]
-    return os.path.abspath(next((name for name in names if os.path.isfile(name)), names[0]))
+def _find_file(roots: Sequence[Path], video: Video, extensions: Sequence[str]) -> str:
+    """Return the first name that exists, else the first: a missing clip needs a path to report.
+
+    A name is also tried without its own extension: some files were converted, and the metadata not.
+    """
+    is_there = os.path.isfile if video.frames_per_s is None else os.path.isdir
+    names = [
+        f"{base}{extension}"
+        for file in (video.file, video.other_file)
+        if file is not None
+        for root in roots
+        for base in dict.fromkeys((str(root / file), str(root / split_ending(file)[0])))
+        for extension in extensions
+    ]
+    return os.path.abspath(next((name for name in names if is_there(name)), names[0]))
 
 
 def draw_clip_ids(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vflash_analysis.clips.lists import Clip
+from vflash_analysis.clips.lists import Clip, video_sha256
 from vflash_analysis.clips.read import ClipError
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.huggingface import generate_outside
@@ -26,7 +26,7 @@ from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
 from vflash_analysis.model.target import Prefill, Target
-from vflash_analysis.records import CYCLES, GENERATIONS, blank_row, sha256_of_file
+from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
 
 WARMUP = -1  # `repeat` of a decode that only warms up
 
@@ -153,7 +153,7 @@ class ClipDecoder:
         """
         repeats = ([WARMUP] if warm_up else []) + list(range(self._settings.repeats))
         try:
-            read = self._reader.read(clip.path, self._facts.num_frames)
+            read = self._reader.read_clip(clip, self._facts.num_frames)
             prompt = self._prompt(clip, read)
             generations: list[Row] = []
             cycles: list[Row] = []
@@ -180,7 +180,7 @@ class ClipDecoder:
         target = self._target
         input_ids = target.build_prompt(clip.prompt, len(read.frames))
         measured = {
-            "video_sha256": sha256_of_file(clip.path),
+            "video_sha256": video_sha256(clip.path),
             "prompt_tokens": len(input_ids),
             "video_tokens": int((input_ids == target.video_token_id).sum()),
             "frames_used": len(read.frames) - read.info.n_repeated,

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vflash_analysis.clips.suites import Clip
+from vflash_analysis.clips.lists import Clip, video_sha256
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS
 from vflash_analysis.model.target import Target
@@ -36,7 +36,6 @@ from vflash_analysis.records import (
     part_path,
     read_records,
     replace_atomically,
-    sha256_of_file,
     write_part,
 )
 from vflash_analysis.training.batches import Continuation
@@ -179,12 +178,12 @@ def _is_current(
     `taps` None asks for no states.
     """
     part = part_path(folder, CONTINUATIONS, clip.clip_id)
-    if not part.is_file() or not Path(clip.path).is_file():
+    if not part.is_file() or not Path(clip.path).exists():
         return False
     row = read_records(part, CONTINUATIONS).iloc[0]
     if row["status"] != "ok" or row["target_sha256"] != target.source_sha256:
         return False
-    if row["video_sha256"] != sha256_of_file(clip.path):
+    if row["video_sha256"] != video_sha256(clip.path):
         return False
     ids = row["input_ids"]
     cut = row["stop_reason"] == "length"
@@ -270,7 +269,7 @@ def collect_continuations(
             "target_sha256": target.source_sha256,
         }
         try:
-            frames = reader.read(clip.path, num_frames)
+            frames = reader.read_clip(clip, num_frames)
             prompt = target.build_prompt(clip.prompt, len(frames.frames))
             pixels = target.prepare_frames(frames.frames)
             guess = _guess(target, clip)
@@ -287,7 +286,7 @@ def collect_continuations(
                 _write_states(path, text.states, taps)
             row |= {
                 "status": "ok",
-                "video_sha256": sha256_of_file(clip.path),
+                "video_sha256": video_sha256(clip.path),
                 "prompt_tokens": len(prompt),
                 "video_tokens": int((prompt == target.video_token_id).sum()),
                 "input_ids": [*prompt.tolist(), *text.token_ids.tolist()],
@@ -371,10 +370,10 @@ def pixel_reader(
     target: Target, clips: Sequence[Clip], reader: Any, num_frames: int
 ) -> Callable[[str], Tensor]:
     """Pixel values (1, T, 3, S, S) by clip id, read from the clip's file at every call."""
-    paths = {clip.clip_id: clip.path for clip in clips}
+    by_id = {clip.clip_id: clip for clip in clips}
 
     def pixels(clip_id: str) -> Tensor:
-        return target.prepare_frames(reader.read(paths[clip_id], num_frames).frames)
+        return target.prepare_frames(reader.read_clip(by_id[clip_id], num_frames).frames)
 
     return pixels
 

@@ -53,7 +53,7 @@ def check_target(
     """
     rows = []
     for clip in clips:
-        frames = torch.from_numpy(reader.read(clip.path, num_frames).frames)
+        frames = torch.from_numpy(reader.read_clip(clip, num_frames).frames)
         prompt = target.build_prompt(clip.prompt, num_frames)
         pixels = target.prepare_frames(frames)
         out = greedy_continuation(target, prompt, pixels, max_new_tokens)
