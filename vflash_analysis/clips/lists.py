@@ -1,4 +1,4 @@
-"""A clip, lists of clips in JSON lines, and the checks that two lists share no clip.
+"""A clip, and lists of clips in JSON lines.
 
 Training lists may come from anywhere: `read_video_list` takes any JSONL of video + prompt.
 """
@@ -6,7 +6,6 @@ Training lists may come from anywhere: `read_video_list` takes any JSONL of vide
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import sha256_of_file, write_text_atomic
+from vflash_analysis.records import write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Clip:
         prompt: the question without chat template.
         reference: an expected answer, where one exists.
         facts: what a generated clip shows, for scoring; JSON types only.
+        sha256: of the file that the clip is, from a frozen list; None where any will do.
     """
 
     clip_id: str
@@ -39,6 +39,7 @@ class Clip:
     prompt: str
     reference: str | None = None
     facts: dict[str, Any] | None = None
+    sha256: str | None = None
 
 
 # ---------------------------------------------------------------- lists in files
@@ -73,9 +74,10 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
     """
     path = Path(path)
     clips = []
-    for place, row in _json_lines(path):
-        names = {field.name for field in dataclasses.fields(Clip)}
-        required = names - {"reference", "facts"}
+    for place, row in json_lines(path):
+        fields = dataclasses.fields(Clip)
+        names = {field.name for field in fields}
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
         if set(row) - names or required - set(row):
             raise InputError(
                 f"{place}: fields are {sorted(row)}; "
@@ -103,7 +105,7 @@ def read_video_list(path: str | os.PathLike[str]) -> list[Clip]:
     """
     path = Path(path)
     clips = []
-    for place, row in _json_lines(path):
+    for place, row in json_lines(path):
         video, prompt = need_text(place, row, "video"), need_text(place, row, "prompt")
         clip_id = need_text(place, row, "id") if "id" in row else os.path.splitext(video)[0]
         reference = need_text(place, row, "reference") if row.get("reference") is not None else None
@@ -113,7 +115,12 @@ def read_video_list(path: str | os.PathLike[str]) -> list[Clip]:
     return clips
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place for messages, row) of every line of a JSON-lines file that is not empty.
+
+    Raises:
+        InputError: unreadable, or a line that is no JSON object.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -148,37 +155,3 @@ def _refuse_repeated_ids(place: str, clips: Sequence[Clip]) -> None:
         if key in seen:
             raise InputError(f"{place}: clip id {clip.clip_id!r} occurs twice; ids must be unique")
         seen.add(key)
-
-
-# ---------------------------------------------------------------- checks
-
-
-def check_disjoint(training: Sequence[Clip], evaluation: Sequence[Clip]) -> None:
-    """Raise InputError where a clip of one list is also in the other, by id or by file.
-
-    The same video under another name is the case that ids cannot show, and it inflates acceptance.
-    Only files of equal size are hashed; files that are not there cannot be compared and are left to
-    the reader's own report.
-    """
-    evaluated = {clip.clip_id: clip for clip in evaluation}
-    for clip in training:
-        if clip.clip_id in evaluated:
-            other = evaluated[clip.clip_id]
-            raise InputError(
-                f"clip id {clip.clip_id!r} is in training ({clip.benchmark} {clip.split}) and in "
-                f"evaluation ({other.benchmark} {other.split}); the lists must not share a clip"
-            )
-    by_size: dict[int, list[Clip]] = {}
-    for clip in evaluation:
-        if os.path.isfile(clip.path):
-            by_size.setdefault(os.path.getsize(clip.path), []).append(clip)
-    digest = functools.cache(sha256_of_file)
-    for clip in training:
-        if not os.path.isfile(clip.path):
-            continue
-        for other in by_size.get(os.path.getsize(clip.path), []):
-            if digest(clip.path) == digest(other.path):
-                raise InputError(
-                    f"training clip {clip.clip_id} ({clip.path}) and evaluation clip "
-                    f"{other.clip_id} ({other.path}) are the same file; the lists must not share a clip"
-                )

@@ -37,6 +37,7 @@ REASONS = (
     "damaged",  # cut off, corrupt, or more frames replaced than allowed
     "timeout",  # over the wall limit
     "crashed",  # the native reader ended its process
+    "changed",  # another file than the one a frozen list names
 )
 FLAGS = (
     "short",

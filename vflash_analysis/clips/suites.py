@@ -1,7 +1,7 @@
-"""Clips of the five public suites from local folders: adapters and fixed draws.
+"""Clips of public suites and training corpora from local folders: adapters and fixed draws.
 
 A suite is one YAML file in `data/suites/` (hub id, revision, licence, layout, prompt rule) and one
-function here that reads its metadata. Videos are never downloaded: `VFLASH_DATA` names a folder
+function here that reads its metadata; a training corpus is the same in `data/training/`. Videos are never downloaded: `VFLASH_DATA` names a folder
 that holds the datasets as the hub lays them out, `<VFLASH_DATA>/<org>/<name>` or
 `<VFLASH_DATA>/<name>`.
 
@@ -30,9 +30,9 @@ DESCRIPTION_PROMPT = (
     "their actions, and the background scenes."
 )
 
-# Keys of a suite file that nothing computes with, as on the hub's card.
+# Keys of a suite file that no clip hangs on; `clips.inventory` reads some of them.
 FOR_THE_READER = (
-    "title", "revision", "licence", "gated", "expected_clips", "notes", "unverified",
+    "title", "revision", "licence", "gated", "expected_clips", "download", "notes", "unverified",
 )  # fmt: skip
 
 
@@ -63,7 +63,13 @@ class Suite:
 
     name: str
     adapter: Literal[
-        "video_detail_caption", "video_mme", "mvbench", "mlvu", "long_video_bench", "jsonl"
+        "video_detail_caption",
+        "video_mme",
+        "mvbench",
+        "mlvu",
+        "long_video_bench",
+        "llava_video",
+        "jsonl",
     ]
     hub_id: str
     other_hub_ids: tuple[str, ...] | None
@@ -165,6 +171,33 @@ def _long_video_bench(suite: Suite, folder: Path) -> list[_Video]:
     return [_Video(row["video_id"], row["video_path"]) for row in rows]
 
 
+def _llava_video(suite: Suite, folder: Path) -> list[_Video]:
+    """Conversations about videos: a JSON file and an unpacked folder of videos per subset (task)."""
+    videos = []
+    for task in suite.tasks or ():
+        pattern = suite.metadata.format(task=task.name)
+        files = sorted(folder.glob(pattern))
+        if not files:  # a draw from some of the subsets would be another draw
+            raise InputError(
+                f"{suite.name}: {folder / pattern} was not found; all tasks are needed"
+            )
+        for metadata in files:
+            for number, row in enumerate(_json_rows(metadata, ["video"])):
+                place = f"{metadata}, row {number}"
+                asked, answered = _first_exchange(place, row.get("conversations"))
+                file = f"{task.folder}/{row['video']}"
+                videos.append(_Video(os.path.splitext(file)[0], file, asked, answered))
+    return videos
+
+
+def _first_exchange(place: str, turns: Any) -> tuple[str, str]:
+    """The first question, without the placeholder of the pictures, and its answer."""
+    if not isinstance(turns, list) or len(turns) < 2 or not all(isinstance(t, dict) for t in turns):
+        raise InputError(f"{place}: conversations is no list of two turns or more")
+    asked, answered = (need_text(f"{place}, a turn", turn, "value") for turn in turns[:2])
+    return asked.replace("<image>", "").replace("<video>", "").strip(), answered
+
+
 def _jsonl(suite: Suite, folder: Path) -> list[_Video]:
     """A corpus of the user's own: JSON lines with `video` (from the list's folder) and `prompt`."""
     lists = sorted(folder.glob(suite.metadata))
@@ -178,6 +211,7 @@ ADAPTERS: dict[str, Callable[[Suite, Path], list[_Video]]] = {
     "mvbench": _mvbench,
     "mlvu": _mlvu,
     "long_video_bench": _long_video_bench,
+    "llava_video": _llava_video,
     "jsonl": _jsonl,
 }
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
 from vflash_analysis.config import DecodeSettings
@@ -26,7 +27,7 @@ from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
 from vflash_analysis.model.target import Prefill, Target
-from vflash_analysis.records import CYCLES, GENERATIONS, blank_row, sha256_of_file
+from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
 
 WARMUP = -1  # `repeat` of a decode that only warms up
 
@@ -180,7 +181,7 @@ class ClipDecoder:
         target = self._target
         input_ids = target.build_prompt(clip.prompt, len(read.frames))
         measured = {
-            "video_sha256": sha256_of_file(clip.path),
+            "video_sha256": verified_sha256(clip),
             "prompt_tokens": len(input_ids),
             "video_tokens": int((input_ids == target.video_token_id).sum()),
             "frames_used": len(read.frames) - read.info.n_repeated,
