@@ -78,8 +78,9 @@ def run(
     shards = stages.plan(profile, _overrides(set_), ablation, all_clips, keep_stale)
     if retry_failed:
         runner.reopen_lacking(shards)
-    if any(s.stage == "clips" and not s.done for s in runner.select(shards, only or ())):
-        _refuse_without_data(config.load_profile(profile, _overrides(set_)))
+    waiting = [shard for shard in runner.select(shards, only or ()) if not shard.done]
+    if any(shard.stage == "clips" for shard in waiting):
+        _refuse_without_data(config.load_profile(profile, _overrides(set_)), waiting)
     limits = runner.Limits(timeout_s=timeout_s)
     try:
         outcomes = runner.run_plan(shards, profile, only or (), limits, keep_stale)
@@ -94,15 +95,15 @@ def run(
     raise typer.Exit(0 if summary["ok"] else 1)
 
 
-def _refuse_without_data(settings: config.Profile) -> None:
-    """Name all that keeps the clips stage from its data, before anything long begins."""
+def _refuse_without_data(settings: config.Profile, waiting: list[stages.Shard]) -> None:
+    """Name all that is not there before anything long begins, a line each."""
     from vflash_analysis.clips import inventory
 
-    lines = inventory.refusals(settings.clips)
-    if not lines:
-        return
-    lines.append(f"`vflash doctor --data --profile {settings.name}` shows how to get the data")
-    for line in lines:
+    lacking = inventory.refusals(settings.clips)
+    if not lacking:
+        return  # a missing file of another stage is the runner's to name
+    pointer = f"`vflash doctor --data --profile {settings.name}` shows how to get the data"
+    for line in [*stages.missing_inputs(waiting), *lacking, pointer]:
         print(f"vflash: {line}", file=sys.stderr)
     raise typer.Exit(2)
 
@@ -190,9 +191,8 @@ def _doctor_data(settings: config.Profile, as_json: bool) -> NoReturn:
         shown.append({name: "" if value is None else value for name, value in told.items()})
     columns = ["name", "state", "videos", "drawn", "hub_id", "revision", "gb", "gated", "licence"]
     _print_table(shown, columns)
-    for row in rows:
-        for line in dict.fromkeys([*row["faults"], *row["gaps"]]):
-            print(f"{row['name']}: {line.removeprefix(row['name'] + ': ')}")
+    for line in dict.fromkeys(one for row in rows for one in [*row["faults"], *row["gaps"]]):
+        print(line)
     print(inventory.disk_line(holdings, root))
     wanted = [line for row in rows for line in row["commands"]]
     if wanted and root is None:

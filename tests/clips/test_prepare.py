@@ -69,3 +69,14 @@ def test_the_sheet_shows_each_clip_once(prepared):
     figure = prepare.contact_sheet(prepare.read_list(folder, "validation"), SETTINGS, columns=3)
     assert len(figure.axes) == 2 * 3
     assert sum(bool(axis.get_title("left")) for axis in figure.axes) == 2
+
+
+def test_the_sheet_names_a_clip_that_cannot_be_used_and_shows_the_others(prepared):
+    folder, _ = prepared
+    clips = prepare.read_list(folder, "validation")
+    other = dataclasses.replace(clips[0], sha256="0" * 64)
+    absent = dataclasses.replace(clips[1], path=str(folder / "absent.mp4"))
+    figure = prepare.contact_sheet([other, absent, clips[1]], SETTINGS, columns=2)
+    titles = [axis.get_title("left") for axis in figure.axes if axis.get_title("left")]
+    assert [title.rpartition(": ")[2] for title in titles[:2]] == ["changed", "missing"]
+    assert [len(axis.images) for axis in figure.axes] == [0, 0, 0, 0, 1, 1]

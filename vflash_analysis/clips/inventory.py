@@ -28,6 +28,7 @@ from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
+NO_FOLDER = "VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"
 UNSET = "$VFLASH_DATA"  # stands in commands for a folder that this machine does not name
 
 
@@ -173,7 +174,7 @@ def _look(path: Path, data_root: Path | None) -> tuple[Holding, list[Clip]]:
     """A dataset without its draw, and its videos; what keeps it from being read is its fault."""
     card = load_card(path)
     if data_root is None:
-        return Holding(card.name, card, faults=("VFLASH_DATA is not set",)), []
+        return Holding(card.name, card, faults=(NO_FOLDER,)), []
     suite = load_suite(path)
     try:
         folder = find_dataset(suite, data_root)
@@ -216,7 +217,7 @@ def _look_for_list(name: str | None, data_root: Path | None) -> Holding:
         told = f"clips.training_list: found null, allowed: {', '.join(config.corpus_names())}"
         return Holding("training", None, faults=(f"{told}, or a JSONL file",))
     if data_root is None:
-        return Holding(name, None, faults=("VFLASH_DATA is not set",))
+        return Holding(name, None, faults=(NO_FOLDER,))
     try:
         clips = read_video_list(data_root / name)
     except InputError as error:
@@ -278,7 +279,7 @@ def refusals(settings: ClipSettings) -> list[str]:
         return []
     root = config.local_paths().get("data")
     if root is None:
-        return ["VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"]
+        return [NO_FOLDER]
     return [fault for holding in take_stock(settings, root) for fault in holding.faults]
 
 

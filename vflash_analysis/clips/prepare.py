@@ -242,11 +242,18 @@ def contact_sheet(clips: Sequence[Clip], settings: ClipSettings, columns: int = 
     )
     with open_reader(settings) as reader:
         for row, clip in zip(axes, clips, strict=True):
-            frames = reader.read(clip.path, settings.num_frames).frames
-            shown = np.linspace(0, len(frames) - 1, columns).round().astype(int)
-            for place, index in zip(row, shown, strict=True):
-                place.imshow(frames[index])
+            for place in row:
                 place.set_axis_off()
-            row[0].set_title(f"{clip.benchmark}: {clip.prompt[:90]}", loc="left", fontsize=8)
+            said = clip.prompt[:90]
+            try:
+                frames = reader.read(clip.path, settings.num_frames).frames
+                frozen.verified_sha256(clip)
+            except ClipError as error:  # the reading check reports it; the other clips are shown
+                said = f"{clip.clip_id} cannot be used: {error.reason}"
+            else:
+                shown = np.linspace(0, len(frames) - 1, columns).round().astype(int)
+                for place, index in zip(row, shown, strict=True):
+                    place.imshow(frames[index])
+            row[0].set_title(f"{clip.benchmark}: {said}", loc="left", fontsize=8)
     plt.close(figure)
     return figure
