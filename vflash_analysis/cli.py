@@ -28,6 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="VFlash-FM: run the stages, see what is done, draw tables and figures.",
 )
+clips_app = typer.Typer(no_args_is_help=True, help="Check clips, or freeze the suites' lists.")
+app.add_typer(clips_app, name="clips")
 ProfileOption = Annotated[str, typer.Option(help="size of everything: a file in data/profiles")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="override a setting, as in training.steps=300")
@@ -187,9 +189,10 @@ def _doctor_data(settings: config.Profile, as_json: bool) -> NoReturn:
         told = {**row, "state": "ok" if holding.complete else "MISSING"}
         told["videos"] = f"{row['found']} of {row['videos_expected'] or row['listed'] or '?'}"
         told["drawn"] = f"{row['drawn_found']} of {row['drawn'] or '?'}"
+        told["GB"] = f"{row['download_bytes'] / 1e9:.0f}" if row["download_bytes"] else ""
         told["gated"] = {True: "form", False: "no"}.get(row["gated"], "")
         shown.append({name: "" if value is None else value for name, value in told.items()})
-    columns = ["name", "state", "videos", "drawn", "hub_id", "revision", "gb", "gated", "licence"]
+    columns = ["name", "state", "videos", "drawn", "hub_id", "revision", "GB", "gated", "licence"]
     _print_table(shown, columns)
     for line in dict.fromkeys(one for row in rows for one in [*row["faults"], *row["gaps"]]):
         print(line)
@@ -204,11 +207,7 @@ def _doctor_data(settings: config.Profile, as_json: bool) -> NoReturn:
     raise typer.Exit(0 if ok else 1)
 
 
-clips = typer.Typer(no_args_is_help=True, help="Clip lists: read them, freeze them.")
-app.add_typer(clips, name="clips")
-
-
-@clips.command()
+@clips_app.command()
 def check(
     profile: ProfileOption = "pocket",
     set_: SetOption = None,
@@ -247,7 +246,7 @@ def check(
     raise typer.Exit(1 if n_bad else 0)
 
 
-@clips.command()
+@clips_app.command()
 def freeze(
     profile: ProfileOption = "h100",
     set_: SetOption = None,

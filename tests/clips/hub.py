@@ -74,7 +74,7 @@ def make_corpus(root: Path, names: list[str], reverse: bool = False) -> None:
 
 
 def copy_descriptions(folder: Path) -> Path:
-    """A `data` folder of a test's own with the project's suites and corpora."""
-    for name in ("suites", "training"):
+    """A `data` folder of a test's own with what the project's describes."""
+    for name in ("suites", "training", "published"):
         shutil.copytree(paths.DATA / name, folder / name)
     return folder

@@ -127,8 +127,8 @@ def test_a_list_made_by_hand_is_counted_or_named(data):
 
 
 def test_commands_download_the_revision_asked_for_to_where_the_adapter_looks():
-    download = Download(1.5, ("data/*", "a b.zip"), ("unzip -n 'a b.zip'", "rm x"))
-    card = Card("X", "org/name", "video", "none", True, None, download)
+    download = Download(("data/*", "a b.zip"), ("unzip -n 'a b.zip'", "rm x"))
+    card = Card("X", "org/name", "video", "none", True, None, None, download)
     form, fetch, first, second = inventory.commands(card, Path("/videos of/mine"))
     assert form.startswith("# ") and "https://huggingface.co/datasets/org/name" in form
     assert shlex.split(fetch) == [
@@ -137,9 +137,7 @@ def test_commands_download_the_revision_asked_for_to_where_the_adapter_looks():
     ]  # fmt: skip
     assert first == "(cd \"/videos of/mine/org/name\" && unzip -n 'a b.zip')"
     assert second.endswith("&& rm x)")
-    open_card = dataclasses.replace(
-        card, gated=False, revision=None, download=Download(None, None, None)
-    )
+    open_card = dataclasses.replace(card, gated=False, revision=None, download=Download(None, None))
     assert inventory.commands(open_card, None) == [
         'hf download org/name --repo-type dataset --local-dir "$VFLASH_DATA/org/name"'
     ]
@@ -173,11 +171,11 @@ def test_archives_unpack_to_where_the_corpus_is_read(tmp_path):
 
 
 def test_the_disk_line_adds_up_what_is_missing(tmp_path):
-    def holding(name: str, gb: float | None, faults: tuple[str, ...]) -> inventory.Holding:
-        card = Card(name, "org/x", None, "none", False, None, Download(gb, None, None))
+    def holding(name: str, size: int | None, faults: tuple[str, ...]) -> inventory.Holding:
+        card = Card(name, "org/x", None, "none", False, size, None, Download(None, None))
         return inventory.Holding(name, card, faults=faults)
 
-    some = [holding("A", 10, ("gone",)), holding("B", 5, ()), holding("C", None, ("gone",))]
+    some = [holding("A", 10**10, ("gone",)), holding("B", 5, ()), holding("C", None, ("gone",))]
     line = inventory.disk_line(some, tmp_path / "not" / "there" / "yet")
     assert line.startswith("to download 10 GB, and C of unknown size; ") and "; free " in line
 

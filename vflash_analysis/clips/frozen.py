@@ -28,7 +28,7 @@ import pandas as pd
 from vflash_analysis import paths
 from vflash_analysis.clips.lists import Clip, json_lines
 from vflash_analysis.clips.read import ClipError
-from vflash_analysis.clips.suites import draw_clip_ids, find_dataset, load_suites, suite_videos
+from vflash_analysis.clips.suites import find_dataset, load_suites, suite_clips
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 from vflash_analysis.identity import ABSENT, FileDigests
@@ -158,11 +158,10 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
     drawn: dict[tuple[str, int], list[Clip]] = {}
     folders: dict[str, Path] = {}
     for name in settings.benchmarks:
-        folders[name] = find_dataset(described[name], data_root)
-        videos = {clip.clip_id: clip for clip in suite_videos(described[name], data_root)}
+        suite = described[name]
+        folders[name] = find_dataset(suite, data_root)
         for seed in settings.sample_seeds:
-            ids = draw_clip_ids(videos, name, seed, settings.clips_per_suite_all)
-            drawn[name, seed] = [videos[clip_id] for clip_id in ids]
+            drawn[name, seed] = suite_clips(suite, data_root, seed, settings.clips_per_suite_all)
     sha256 = hash_files((clip.path for clips in drawn.values() for clip in clips), stream)
     absent = [name for name, digest in sha256.items() if digest == ABSENT]
     if absent:

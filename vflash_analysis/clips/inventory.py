@@ -37,12 +37,10 @@ class Download:
     """The `download` section of a description.
 
     Attributes:
-        gb: size of the files, 1e9 bytes; None where nobody has stated it.
         include: patterns of the files that are needed; None for all.
         unpack: shell commands for the dataset's folder; None where nothing is packed.
     """
 
-    gb: float | None
     include: tuple[str, ...] | None
     unpack: tuple[str, ...] | None
 
@@ -54,6 +52,7 @@ class Card:
     Attributes:
         revision: commit (or its beginning) or branch of the hub; None is the default branch.
         gated: whether a form must be accepted before the hub hands anything out.
+        download_bytes: size of the needed files; None where nobody has stated it.
         expected_clips: different videos, where known.
     """
 
@@ -62,6 +61,7 @@ class Card:
     revision: str | None
     licence: str
     gated: bool
+    download_bytes: int | None
     expected_clips: int | None
     download: Download
 
@@ -301,7 +301,7 @@ def as_row(holding: Holding, data_root: Path | None) -> dict[str, Any]:
         "gated": card and card.gated,
         "revision": card and card.revision,
         "commits": list(holding.commits),
-        "gb": card and card.download.gb,
+        "download_bytes": card and card.download_bytes,
         "folder": str(holding.folder) if holding.folder else None,
         "videos_expected": card and card.expected_clips,
     }
@@ -315,8 +315,8 @@ def as_row(holding: Holding, data_root: Path | None) -> dict[str, Any]:
 def disk_line(holdings: Sequence[Holding], data_root: Path | None) -> str:
     """What is still to be downloaded against the free disk."""
     lacking = [h.card for h in holdings if h.card and not h.complete]
-    known = sum(card.download.gb or 0 for card in lacking)
-    unknown = [card.name for card in lacking if card.download.gb is None]
+    known = sum(card.download_bytes or 0 for card in lacking) / 1e9
+    unknown = [card.name for card in lacking if card.download_bytes is None]
     more = f", and {', '.join(unknown)} of unknown size" if unknown else ""
     twice = "; packed ones need as much again while they are unpacked" if known else ""
     return f"to download {known:.0f} GB{more}{twice}; free {free_gb(data_root):.0f} GB"

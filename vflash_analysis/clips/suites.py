@@ -32,7 +32,8 @@ DESCRIPTION_PROMPT = (
 
 # Keys of a suite file that no clip hangs on; `clips.inventory` reads some of them.
 FOR_THE_READER = (
-    "title", "revision", "licence", "gated", "expected_clips", "download", "notes", "unverified",
+    "title", "revision", "licence", "gated", "download_bytes", "download", "expected_clips",
+    "notes", "unverified",
 )  # fmt: skip
 
 
