@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shlex
+from shutil import rmtree
 from types import SimpleNamespace
 
 import pandas as pd
@@ -11,6 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.clips import hub
+from tests.clips.make_clips import write_clip
 from tests.results.synthetic import write_synthetic
 from vflash_analysis import cli, demo, paths, publish, records, runner, stages
 from vflash_analysis.errors import InputError
@@ -121,6 +124,7 @@ def test_plan_tells_folders_and_needs(runs):
         (["run", "--set", "training.steps"], "--set: found 'training.steps', allowed: name=value"),
         (["run", "--profile", "smoke", "--only", "x"], "--only: found 'x', allowed: environment"),
         (["clips", "check", "--profile", "smoke"], "clips: no lists yet"),
+        (["clips", "freeze", "--profile", "smoke"], 'clips.source: found "pocket", allowed'),
         (["figures", "--profile", "smoke"], "records: no finished shard has any"),
         (["figures", "--publish"], "--publish: allowed with --profile pocket"),
         (["figures", "--profile", "pocket", "--publish"], "publish: target is not done"),
@@ -146,13 +150,97 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
     assert code == 1 and not items["target"]["ok"] and not items["videos"]["ok"]
 
 
-def test_clips_names_a_bad_file_and_reads_the_others(tmp_path):
+def test_clips_check_names_a_bad_file_and_reads_the_others(runs, tmp_path):
     (tmp_path / "text.mp4").write_text("no video\n")
-    text = str(tmp_path / "text.mp4")
-    code, output = call("clips", "check", "--profile", "smoke", text, "--json")
+    good = write_clip(tmp_path / "good.mp4", n_frames=8)
+    words = ["clips", "check", "--profile", "smoke", str(tmp_path / "text.mp4"), str(good)]
+    for _ in range(2):  # the second time from what was kept
+        code, output = call(*words, "--json")
+        told = last_json(output)
+        assert code == 1 and (told["read"], told["bad"]) == (2, 1)
+        assert [row["reason"] for row in told["clips"]] == ["not_video"]
+        assert "2 clips read: 1 bad (1 not_video), 0 flagged; all columns in" in output
+    report = pd.read_csv(told["report"])
+    assert report["status"].tolist() == ["bad", "ok"]
+    assert {"clip_id", "frames_requested", "n_frames", "codec", "reader"} <= set(report.columns)
+    assert call("clips", "check", "--profile", "smoke", str(good))[0] == 0
+
+
+# --------------------------------------------------------------------------- data of the suites
+
+ON_SUITES = [
+    "--set", "clips.source=suites", "--set", "clips.benchmarks=[VDC, LVB]",
+    "--set", "clips.training_list=LLaVA-Video-178K",
+]  # fmt: skip
+
+
+@pytest.fixture
+def videos(runs, tmp_path, monkeypatch):
+    """A folder for videos that VFLASH_DATA names; descriptions and lists are the test's own."""
+    monkeypatch.setattr(paths, "DATA", hub.copy_descriptions(tmp_path / "data"))
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path / "videos"))
+    return tmp_path / "videos"
+
+
+def test_doctor_data_prints_what_is_missing_and_the_commands_without_a_folder(runs, monkeypatch):
+    monkeypatch.delenv("VFLASH_DATA", raising=False)
+    monkeypatch.setattr("vflash_analysis.config.local_paths", dict)
+    code, output = call("doctor", "--data", "--profile", "h100", "--json")
     told = last_json(output)
-    assert code == 1 and told["bad"] == 1
-    assert told["clips"][0]["reason"] == "not_video"
+    assert code == 1 and not told["ok"] and len(told["items"]) == 6
+    shown = output.strip().rpartition("\n")[0]
+    assert "export VFLASH_DATA=" in shown and shown.count("VFLASH_DATA: not set") == 1
+    for item in told["items"]:
+        command = next(line for line in item["commands"] if line.startswith("hf download"))
+        assert f'--local-dir "$VFLASH_DATA/{item["hub_id"]}"' in command and command in output
+    assert call("doctor", "--data", "--profile", "pocket")[0] == 0
+
+
+def test_doctor_data_is_content_with_whole_data_and_names_what_a_part_lacks(videos):
+    hub.make_suites(videos)
+    hub.make_corpus(videos, [f"ytb_Training{i:03d}" for i in range(9)])
+    words = ["doctor", "--data", "--profile", "smoke", *ON_SUITES, "--json"]
+    code, output = call(*words)
+    items = {row["name"]: row for row in last_json(output)["items"]}
+    assert list(items) == ["VDC", "LVB", "LLaVA-Video-178K"]
+    assert code == 1  # VideoDetailCaption has 499 videos, this one 8
+    assert items["VDC"]["gaps"] == [
+        "VDC: 8 videos are listed, expected: 499; another revision draws other clips"
+    ]
+    assert items["LVB"]["gaps"] == items["LVB"]["faults"] == items["LVB"]["commands"] == []
+    assert (items["LVB"]["listed"], items["LVB"]["found"]) == (8, 8)
+    assert (items["LVB"]["drawn"], items["LVB"]["drawn_found"]) == (2, 2)
+    assert items["LLaVA-Video-178K"]["drawn"] == 6
+
+
+def test_a_run_on_suites_refuses_up_front_in_a_line_per_cause(videos, monkeypatch):
+    monkeypatch.setattr(runner, "run_plan", lambda *words, **options: pytest.fail("it ran"))
+    hub.make_suites(videos)
+    (videos / hub.LVB / "lvb_val.json").unlink()
+    code, output = call("run", "--profile", "smoke", *ON_SUITES)
+    lines = output.strip().splitlines()
+    assert code == 2 and len(lines) == 3 and all(line.startswith("vflash: ") for line in lines)
+    assert "lvb_val.json of longvideobench/LongVideoBench was not found" in lines[0]
+    assert "handed out after its form has been accepted" in lines[0]
+    assert "LLaVA-Video-178K was not found" in lines[1]
+    assert "vflash doctor --data --profile smoke" in lines[2]
+
+
+def test_a_run_begins_where_only_some_videos_lack_or_the_clips_are_done(videos, monkeypatch):
+    monkeypatch.setattr(runner, "run_plan", lambda *words, **options: [])
+    hub.make_suites(videos)
+    hub.make_corpus(videos, [f"ytb_Training{i:03d}" for i in range(9)])
+    assert call("run", "--profile", "smoke", *ON_SUITES)[0] == 0
+    rmtree(videos / hub.LVB)
+    assert call("run", "--profile", "smoke", *ON_SUITES)[0] == 2
+    assert call("run", "--profile", "smoke", *ON_SUITES, "--only", "environment")[0] == 0
+
+
+def test_freeze_writes_the_lists_and_says_so(videos):
+    hub.make_suites(videos)
+    words = ["clips", "freeze", "--profile", "smoke", *ON_SUITES, "--json"]
+    states = [[row["state"] for row in last_json(call(*words)[1])["lists"]] for _ in range(2)]
+    assert states == [["written"] * 2, ["unchanged"] * 2]
 
 
 def test_a_rehearsal_prints_the_run_that_reads_it(tmp_path, runs, monkeypatch):

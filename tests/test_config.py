@@ -19,6 +19,13 @@ def test_every_profile_loads(name):
     assert json.loads(json.dumps(config.to_json(profile))) == config.to_json(profile)
 
 
+def test_a_training_list_is_a_corpus_or_a_file_of_ones_own():
+    named = config.load_profile("h100").clips
+    assert named.training_corpus == "LLaVA-Video-178K" in config.corpus_names()
+    for own in ("training.jsonl", None):
+        assert dataclasses.replace(named, training_list=own).training_corpus is None
+
+
 def test_profiles_are_those_of_the_readme():
     assert config.profile_names() == ("h100", "pocket", "smoke")
 
@@ -44,6 +51,10 @@ GROUP = {"arms": ["mask_only"], "budgets": [1], "training_clips": [4], "train_se
     ("overrides", "message"),
     [
         ({"training.stpes": 3}, "training.stpes: unknown setting, allowed: steps"),
+        (
+            {"clips.training_list": "LLaVA-Video"},
+            'clips.training_list: found text "LLaVA-Video", allowed: LLaVA-Video-178K, a file that',
+        ),
         (
             {"training.objective": "mask_only"},
             "training.objective: set by each drafter's own shard",

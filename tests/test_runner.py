@@ -13,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pandas as pd
@@ -23,7 +24,7 @@ from vflash_analysis import config, execute, identity, paths, records, runner, s
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import Ending
 from vflash_analysis.locks import LOCK_NAME, TOKEN_VARIABLE, FolderLock
-from vflash_analysis.progress import ProgressLine, clock
+from vflash_analysis.progress import CountLine, ProgressLine, clock
 from vflash_analysis.runner import Outcome
 from vflash_analysis.stages import Shard
 
@@ -633,6 +634,20 @@ def test_a_missing_folder_stops_the_run_not_the_plan(runs, tmp_path, monkeypatch
         runner.run_plan(shards, "h100", stream=io.StringIO())
 
 
+def test_clips_hang_on_the_description_of_their_corpus_and_on_a_list_of_ones_own(
+    runs, tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    monkeypatch.delenv("VFLASH_DATA", raising=False)  # a plan needs no videos
+    inputs = next(s for s in stages.plan("h100") if s.stage == "clips").inputs
+    assert set(inputs) == {"suites", "training_corpus"} and identity.ABSENT not in inputs.values()
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
+    shards = stages.plan("h100", {"clips.training_list": "mine.jsonl"})
+    told = f"clips: clips.training_list: found nothing at {tmp_path / 'mine.jsonl'}"
+    assert told in stages.missing_inputs(shards)
+
+
 def test_the_plan_is_json(runs):
     rows = [shard.as_json() for shard in stages.plan("smoke")]
     assert json.loads(json.dumps(rows)) == rows
@@ -773,6 +788,33 @@ def test_time_left_comes_from_what_stages_took_before(runs):
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def test_a_count_is_one_live_line_on_a_terminal_and_few_lines_elsewhere(monkeypatch):
+    now = [0.0]
+    clock_of_its_own = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("vflash_analysis.progress.time", clock_of_its_own)
+
+    class Screen(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen, plain = Screen(), io.StringIO()
+    for stream in (screen, plain):
+        now[0] = 0.0
+        line = CountLine("clips read", 100, stream)
+        for done in range(1, 101):
+            now[0] += 1.0
+            line.update(done, "2 bad" if done >= 50 else "")
+    redrawn = screen.getvalue().split("\r\x1b[K")
+    assert redrawn[1] == "1/100 clips read, about 1:39 left" and len(redrawn) == 101
+    assert screen.getvalue().count("\n") == 1
+    assert plain.getvalue().splitlines() == [
+        "30/100 clips read, about 1:10 left",
+        "60/100 clips read, 2 bad, about 0:40 left",
+        "90/100 clips read, 2 bad, about 0:10 left",
+        "100/100 clips read, 2 bad, in 1:40",
+    ]
 
 
 def test_progress_is_one_live_line_on_a_terminal_and_plain_lines_elsewhere(monkeypatch):

@@ -6,20 +6,21 @@ Every command takes `--json`, which prints one JSON line last. Exit codes: 0 all
 something is missing or failed, 2 bad input.
 """
 
+import dataclasses
 import json
 import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vflash_analysis import config, estimate, paths, runner, stages, strict
+from vflash_analysis import config, estimate, paths, records, runner, stages, strict
 from vflash_analysis.errors import InputError
 
 app = typer.Typer(
@@ -28,7 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="VFlash-FM: run the stages, see what is done, draw tables and figures.",
 )
-clips_app = typer.Typer(no_args_is_help=True, help="Check clips, or rehearse without the suites.")
+clips_app = typer.Typer(
+    no_args_is_help=True,
+    help="Check clips, freeze the suites' lists, or rehearse without the suites.",
+)
 app.add_typer(clips_app, name="clips")
 ProfileOption = Annotated[str, typer.Option(help="size of everything: a file in data/profiles")]
 SetOption = Annotated[
@@ -80,6 +84,9 @@ def run(
     shards = stages.plan(profile, _overrides(set_), ablation, all_clips, keep_stale)
     if retry_failed:
         runner.reopen_lacking(shards)
+    waiting = [shard for shard in runner.select(shards, only or ()) if not shard.done]
+    if any(shard.stage == "clips" for shard in waiting):
+        _refuse_without_data(config.load_profile(profile, _overrides(set_)), waiting)
     limits = runner.Limits(timeout_s=timeout_s)
     try:
         outcomes = runner.run_plan(shards, profile, only or (), limits, keep_stale)
@@ -92,6 +99,19 @@ def run(
     summary = runner.summary_json(outcomes, seconds)
     _say(summary, as_json)
     raise typer.Exit(0 if summary["ok"] else 1)
+
+
+def _refuse_without_data(settings: config.Profile, waiting: list[stages.Shard]) -> None:
+    """Name all that is not there before anything long begins, a line each."""
+    from vflash_analysis.clips import inventory
+
+    lacking = inventory.refusals(settings.clips)
+    if not lacking:
+        return  # a missing file of another stage is the runner's to name
+    pointer = f"`vflash doctor --data --profile {settings.name}` shows how to get the data"
+    for line in [*stages.missing_inputs(waiting), *lacking, pointer]:
+        print(f"vflash: {line}", file=sys.stderr)
+    raise typer.Exit(2)
 
 
 @app.command()
@@ -142,12 +162,22 @@ def status(
 
 
 @app.command()
-def doctor(profile: ProfileOption = "pocket", as_json: JsonOption = False) -> None:
+def doctor(
+    profile: ProfileOption = "pocket",
+    set_: SetOption = None,
+    data: Annotated[
+        bool, typer.Option(help="the suites' and the training corpus's data instead")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Show what this machine has, what the profile wants, and what its target is and needs."""
+    settings = config.load_profile(profile, _overrides(set_))
+    if data:
+        _doctor_data(settings, as_json)
     from vflash_analysis.environment import environment_table
 
-    table = environment_table(config.load_profile(profile))
-    rows: list[dict[Any, Any]] = [*table.to_dict("records"), *runner.ask_preflight(profile, {})]
+    rows: list[dict[Any, Any]] = [*environment_table(settings).to_dict("records")]
+    rows += runner.ask_preflight(profile, _overrides(set_))
     for row in rows:
         there = "absent" if row["found"] == "missing" else "ok"
         there = "differs" if row["note"].startswith("differs") else there
@@ -155,6 +185,40 @@ def doctor(profile: ProfileOption = "pocket", as_json: JsonOption = False) -> No
     _print_table(rows, ["item", "found", "wanted", "state", "note"])
     ok = all(row["ok"] for row in rows)
     _say({"ok": ok, "items": rows}, as_json)
+    raise typer.Exit(0 if ok else 1)
+
+
+def _doctor_data(settings: config.Profile, as_json: bool) -> NoReturn:
+    """Show what data is there, why what is not, and the commands that bring it."""
+    from vflash_analysis.clips import inventory
+
+    if settings.clips.source != "suites":
+        print(f"{settings.name} makes its own clips; --profile h100 needs data")
+        _say({"ok": True, "items": []}, as_json)
+        raise typer.Exit(0)
+    root = config.local_paths().get("data")
+    holdings = inventory.take_stock(settings.clips, root)
+    rows = [inventory.as_row(holding, root) for holding in holdings]
+    shown = []
+    for holding, row in zip(holdings, rows, strict=True):
+        told = {**row, "state": "ok" if holding.complete else "MISSING"}
+        told["videos"] = f"{row['found']} of {row['videos_expected'] or row['listed'] or '?'}"
+        told["drawn"] = f"{row['drawn_found']} of {row['drawn'] or '?'}"
+        told["GB"] = f"{row['download_bytes'] / 1e9:.0f}" if row["download_bytes"] else ""
+        told["gated"] = {True: "form", False: "no"}.get(row["gated"], "")
+        shown.append({name: "" if value is None else value for name, value in told.items()})
+    columns = ["name", "state", "videos", "drawn", "hub_id", "revision", "GB", "gated", "licence"]
+    _print_table(shown, columns)
+    for line in dict.fromkeys(one for row in rows for one in [*row["faults"], *row["gaps"]]):
+        print(line)
+    print(inventory.disk_line(holdings, root))
+    wanted = [line for row in rows for line in row["commands"]]
+    if wanted and root is None:
+        wanted.insert(0, "export VFLASH_DATA=/path/to/videos")
+    if wanted:
+        print("", *wanted, sep="\n")
+    ok = all(holding.complete for holding in holdings)
+    _say({"ok": ok, "free_gb": round(inventory.free_gb(root), 1), "items": rows}, as_json)
     raise typer.Exit(0 if ok else 1)
 
 
@@ -167,29 +231,50 @@ def check(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read the very frames a run would use and list the clips that cannot be used."""
-    from vflash_analysis.clips import prepare
-    from vflash_analysis.clips.read import check_clips
+    """Read the very frames a run would use and report every clip; resumes."""
+    from vflash_analysis.clips import checking, prepare
 
     overrides = _overrides(set_)
     settings = config.load_profile(profile, overrides).clips
+    settings = dataclasses.replace(settings, on_bad_clip="skip")  # all are looked at
     if paths_:
-        with prepare.open_reader(settings) as reader:
-            rows: list[dict[Any, Any]] = [*check_clips(paths_, settings.num_frames, reader)]
+        store = checking.CheckStore(paths.RUNS / ".checked_files.jsonl")
+        given = checking.given_files(paths_)
+        checked = checking.check_clip_files(given, settings, store, sys.stderr)
+        report = paths.RUNS / "checked_files.csv"
     else:
         shard = next(s for s in stages.plan(profile, overrides) if s.stage == "clips")
         if not shard.done:
             raise InputError(
                 f"clips: no lists yet; vflash run --profile {profile} --only clips makes them"
             )
-        rows = prepare.check_lists(settings, shard.folder).to_dict("records")
-    unusual = [row for row in rows if row["status"] != "ok"]
-    bad = [row for row in unusual if row["status"] == "bad"]
-    print(f"{len(rows)} clips read: {len(bad)} bad, {len(unusual) - len(bad)} flagged")
+        checked = prepare.check_lists(settings, shard.folder, stream=sys.stderr)
+        report = paths.RUNS / profile / "checked_clips.csv"
+    records.write_text_atomic(report, checked.to_csv(index=False, lineterminator="\n"))
+    unusual = checked[checked["status"] != "ok"].to_dict("records")
+    n_bad = sum(row["status"] == "bad" for row in unusual)
     if unusual:
         _print_table(unusual, ["path", "status", "reason", "message"])
-    _say({"read": len(rows), "bad": len(bad), "clips": unusual}, as_json)
-    raise typer.Exit(1 if bad else 0)
+    print(f"{checking.summary(checked)}; all columns in {paths.relative_to_root(report)}")
+    told = {"read": len(checked), "bad": n_bad, "clips": unusual, "report": str(report)}
+    _say(told, as_json)
+    raise typer.Exit(1 if n_bad else 0)
+
+
+@clips_app.command()
+def freeze(
+    profile: ProfileOption = "h100",
+    set_: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write which videos each suite and sample seed stand for, with hashes; runs replay that."""
+    from vflash_analysis.clips import frozen
+
+    settings = config.load_profile(profile, _overrides(set_)).clips
+    root = config.data_folder() if settings.source == "suites" else Path()
+    rows = frozen.freeze(settings, root, sys.stderr).to_dict("records")
+    _print_table(rows, ["list", "clips", "bytes", "state"])
+    _say({"lists": rows}, as_json)
 
 
 @clips_app.command()

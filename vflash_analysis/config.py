@@ -56,9 +56,14 @@ class ClipSettings:
     validation_clips: Annotated[int, Bounds(1)]
     target_training_clips: Annotated[int, Bounds(0)]
     target_evaluation_clips: Annotated[int, Bounds(0)]
-    training_list: str | None = (
-        None  # a JSONL of video + prompt under VFLASH_DATA; null: the source's own
-    )
+    # a corpus of data/training, or a .jsonl of video + prompt under VFLASH_DATA; null: generated
+    training_list: str | None = None
+
+    @property
+    def training_corpus(self) -> str | None:
+        """The corpus of `data/training` that `training_list` names; None where it is a file."""
+        by_hand = self.training_list is None or self.training_list.endswith(".jsonl")
+        return None if by_hand else self.training_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +247,11 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in paths.PROFILES.glob("*.yaml")))
 
 
+def corpus_names() -> tuple[str, ...]:
+    """Names of the training corpora in `data/training`, sorted."""
+    return tuple(sorted(path.stem for path in (paths.DATA / "training").glob("*.yaml")))
+
+
 def load_profile(name: str, overrides: Mapping[str, Any] | None = None) -> Profile:
     """Read a profile and apply overrides.
 
@@ -299,6 +309,11 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
         raise InputError(
             f"clips.clips_per_suite: found {clips.clips_per_suite}, allowed: at most "
             f"clips.clips_per_suite_all ({clips.clips_per_suite_all})"
+        )
+    if clips.training_corpus is not None and clips.training_corpus not in corpus_names():
+        raise InputError(
+            f"clips.training_list: found {shown(clips.training_list)}, allowed: "
+            f"{', '.join(corpus_names())}, a file that ends in .jsonl, or null"
         )
     used = [("training.training_clips", training.training_clips)]
     for i, group in enumerate(profile.ablation):

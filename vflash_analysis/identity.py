@@ -142,17 +142,28 @@ class FileDigests:
             except (InputError, TypeError, ValueError):
                 pass  # a damaged cache costs time, nothing else
 
+    def known(self, path: Path) -> str | None:
+        """Digest of a file that has not changed since it was kept; None of any other."""
+        status = path.stat()
+        known = self._known.get(str(path.resolve()))
+        if known and known[:2] == [status.st_size, status.st_mtime_ns]:
+            return str(known[2])
+        return None
+
+    def keep(self, path: Path, digest: str) -> None:
+        """Remember a file's digest."""
+        status = path.stat()
+        self._known[str(path.resolve())] = [status.st_size, status.st_mtime_ns, digest]
+        self._changed = True
+
     def of_file(self, path: Path) -> str:
         """Digest of a file's bytes; "absent" where there is none."""
         if not path.is_file():
             return ABSENT
-        key, status = str(path.resolve()), path.stat()
-        known = self._known.get(key)
-        if known and known[:2] == [status.st_size, status.st_mtime_ns]:
-            return str(known[2])
-        digest = sha256_of_file(path)
-        self._known[key] = [status.st_size, status.st_mtime_ns, digest]
-        self._changed = True
+        digest = self.known(path)
+        if digest is None:
+            digest = sha256_of_file(path)
+            self.keep(path, digest)
         return digest
 
     def of(self, path: Path) -> str:

@@ -17,7 +17,58 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-class ProgressLine:
+class _Line:
+    """A line redrawn in place on a terminal, plain lines elsewhere."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._live = bool(getattr(stream, "isatty", lambda: False)())
+        self._lock = threading.Lock()
+
+    def _write(self, text: str, stays: bool) -> None:
+        with self._lock:
+            if self._live:
+                self._stream.write(
+                    "\r\x1b[K" + (text + "\n" if stays else text[: _width(self._stream)])
+                )
+            elif stays:
+                self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+class CountLine(_Line):
+    """Progress over many like things, such as files.
+
+    On a terminal one line is redrawn with each of them, at most ten times a second; elsewhere a line
+    is written every half minute and at the end.
+
+    Args:
+        what: what is counted, in the plural.
+        total: how many there are.
+        stream: where to write.
+    """
+
+    def __init__(self, what: str, total: int, stream: Any) -> None:
+        super().__init__(stream)
+        self._what, self._total = what, total
+        self._began = self._written = time.monotonic()
+
+    def update(self, done: int, note: str = "") -> None:
+        """So many are done."""
+        now = time.monotonic()
+        at_end = done >= self._total
+        if not at_end and now - self._written < (0.1 if self._live else LOG_EVERY_S):
+            return
+        self._written = now
+        took = now - self._began
+        told = f"in {clock(took)}"
+        if not at_end:
+            told = f"about {clock(took / max(1, done) * (self._total - done))} left"
+        note = f", {note}" if note else ""
+        self._write(f"{done}/{self._total} {self._what}{note}, {told}", at_end or not self._live)
+
+
+class ProgressLine(_Line):
     """Progress over a number of shards.
 
     On a terminal one line is redrawn every second; elsewhere a line is written when a shard starts
@@ -29,13 +80,12 @@ class ProgressLine:
     """
 
     def __init__(self, total: int, stream: Any) -> None:
-        self._total, self._stream = total, stream
-        self._live = bool(getattr(stream, "isatty", lambda: False)())
+        super().__init__(stream)
+        self._total = total
         self._index = 0
         self._name = self._last = ""
         self._started = 0.0
         self._expected, self._all_known = 0.0, False
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
         self._ticker.start()
@@ -48,16 +98,6 @@ class ProgressLine:
         if self._all_known:
             return f", about {clock(left)} left"
         return f", about {clock(left)} and more left" if left else ""
-
-    def _write(self, text: str, stays: bool) -> None:
-        with self._lock:
-            if self._live:
-                self._stream.write(
-                    "\r\x1b[K" + (text + "\n" if stays else text[: _width(self._stream)])
-                )
-            elif stays:
-                self._stream.write(text + "\n")
-            self._stream.flush()
 
     def _tick(self) -> None:
         said = time.monotonic()

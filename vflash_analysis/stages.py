@@ -271,7 +271,10 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
         files.append(("target", config.target_folder(profile.target)))
     if stage.name == "clips" and profile.clips.source == "suites":
         files.append(("suites", paths.DATA / "suites"))
-        if profile.clips.training_list:
+        if profile.clips.training_corpus:
+            described = paths.DATA / "training" / f"{profile.clips.training_corpus}.yaml"
+            files.append(("training_corpus", described))
+        elif profile.clips.training_list:
             files.append(("training_list", config.data_folder() / profile.clips.training_list))
     if stage.name == "drafter" and profile.drafter.source:
         files.append(("drafter", paths.ROOT / profile.drafter.source))

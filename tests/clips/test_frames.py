@@ -12,7 +12,8 @@ import pytest
 from PIL import Image
 
 from tests.clips import make_clips as make
-from vflash_analysis.clips.lists import Clip, check_disjoint, video_files, video_sha256
+from vflash_analysis.clips.lists import Clip, video_files, video_sha256
+from vflash_analysis.clips.overlap import Evaluated, check_disjoint
 from vflash_analysis.clips.read import ClipError, FrameReader
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file
@@ -176,7 +177,7 @@ def test_114_the_same_images_in_training_and_evaluation_are_refused(tmp_path: Pa
         [Clip(f"{folder.name}1", "x", "y", str(folder), "?", frames_per_s=3.0)]
         for folder in folders
     )
-    with pytest.raises(InputError, match=r"a1 .*b1 .*the same file"):
-        check_disjoint(training, evaluation)
+    with pytest.raises(InputError, match=r"'a1'.* 'b1'.* the same file"):
+        check_disjoint(training, Evaluated(evaluation, by_source=False))
     (folders[0] / "00002.png").write_bytes((folders[0] / "00001.png").read_bytes())
-    check_disjoint(training, evaluation)
+    check_disjoint(training, Evaluated(evaluation, by_source=False))

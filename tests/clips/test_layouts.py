@@ -13,7 +13,8 @@ import yaml
 
 from vflash_analysis import config, paths
 from vflash_analysis.clips import layouts, pocket
-from vflash_analysis.clips.lists import Clip, check_disjoint, read_video_list
+from vflash_analysis.clips.lists import Clip, read_video_list
+from vflash_analysis.clips.overlap import Evaluated, check_disjoint
 from vflash_analysis.clips.read import ClipFrames, FrameReader
 from vflash_analysis.clips.suites import Suite, Task, load_suites, suite_clips, suite_videos
 from vflash_analysis.errors import InputError
@@ -103,7 +104,7 @@ def test_the_training_list_holds_a_folder_a_stretch_and_files(
         original = folder / "pocket" / f"{clip.clip_id}.mp4"
         assert same_frames(reader.read_clip(clip, FRAMES), reader.read(original, FRAMES))
     evaluation = [clip for name in SUITES for clip in suite_videos(SUITES[name], folder)]
-    check_disjoint(clips, evaluation)
+    check_disjoint(clips, Evaluated(evaluation))
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:

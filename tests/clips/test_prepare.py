@@ -2,10 +2,7 @@
 
 import dataclasses
 import shutil
-import time
-from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from vflash_analysis import config
@@ -67,35 +64,6 @@ def test_a_prepared_folder_can_be_moved_and_a_bad_clip_costs_no_other(prepared, 
         prepare.check_lists(dataclasses.replace(SETTINGS, on_bad_clip="fail"), moved)
 
 
-def test_several_readers_give_the_rows_of_one_and_stop_at_a_bad_clip(
-    prepared, tmp_path, monkeypatch
-):
-    folder, _ = prepared
-    one = prepare.check_lists(SETTINGS, folder).drop(columns="seconds")
-    monkeypatch.setattr(prepare, "CLIPS_PER_READER", 2)
-    several = prepare.check_lists(SETTINGS, folder).drop(columns="seconds")
-    pd.testing.assert_frame_equal(one, several)
-
-    moved = tmp_path / "moved"
-    shutil.copytree(folder, moved)
-    Path(prepare.read_list(moved, "training")[0].path).write_bytes(b"no video")
-    read: list[str] = []
-
-    def check_clips(paths, *arguments):
-        for path in paths:
-            read.append(path)
-            prepare_check_clips([path], *arguments)
-            time.sleep(0.2)
-        return []
-
-    prepare_check_clips = prepare.check_clips
-    monkeypatch.setattr(prepare, "check_clips", check_clips)
-    monkeypatch.setattr(prepare, "CLIPS_PER_READER", 6)
-    with pytest.raises(ClipError, match="not_video"):
-        prepare.check_lists(dataclasses.replace(SETTINGS, on_bad_clip="fail"), moved)
-    assert len(read) < len(one)
-
-
 def test_the_sheet_shows_each_clip_once(prepared):
     folder, _ = prepared
     figure = prepare.contact_sheet(prepare.read_list(folder, "validation"), SETTINGS, columns=3)
@@ -103,13 +71,12 @@ def test_the_sheet_shows_each_clip_once(prepared):
     assert sum(bool(axis.get_title("left")) for axis in figure.axes) == 2
 
 
-def test_real_suites_need_a_training_list(tmp_path, monkeypatch):
-    monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
-    wanted = dataclasses.replace(SETTINGS, source="suites")
-    with pytest.raises(InputError, match=r"clips\.training_list: found null"):
-        prepare.prepare_lists(wanted, tmp_path / "out")
-    (tmp_path / "list.jsonl").write_text('{"video": "a.mp4", "prompt": "What is shown?"}\n')
-    with pytest.raises(InputError, match=r"clips\.training_clips: found 1 clips in list\.jsonl"):
-        prepare.prepare_lists(
-            dataclasses.replace(wanted, training_list="list.jsonl"), tmp_path / "out"
-        )
+def test_the_sheet_names_a_clip_that_cannot_be_used_and_shows_the_others(prepared):
+    folder, _ = prepared
+    clips = prepare.read_list(folder, "validation")
+    other = dataclasses.replace(clips[0], sha256="0" * 64)
+    absent = dataclasses.replace(clips[1], path=str(folder / "absent.mp4"))
+    figure = prepare.contact_sheet([other, absent, clips[1]], SETTINGS, columns=2)
+    titles = [axis.get_title("left") for axis in figure.axes if axis.get_title("left")]
+    assert [title.rpartition(": ")[2] for title in titles[:2]] == ["changed", "missing"]
+    assert [len(axis.images) for axis in figure.axes] == [0, 0, 0, 0, 1, 1]

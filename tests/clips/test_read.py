@@ -18,7 +18,6 @@ from vflash_analysis.clips.read import (
     ClipFrames,
     FrameReader,
     check_clip,
-    check_clips,
 )
 from vflash_analysis.errors import InputError
 
@@ -228,15 +227,13 @@ def test_001_one_damaged_clip_among_three_good_ones(
 ) -> None:
     bad = make.cut_share(clip, tmp_path / "cut.mp4", 0.6)
     paths = [clip, bad, make.write_clip(tmp_path / "b.mp4"), make.write_clip(tmp_path / "c.mp4")]
-    rows = check_clips(paths, 8, readers["both"], on_bad_clip="skip")
+    rows = [check_clip(path, 8, readers["both"]) for path in paths]
     assert [row["status"] for row in rows] == ["ok", "bad", "ok", "ok"]
     assert rows[1]["path"] == str(bad) and rows[1]["reason"] == "damaged"
     assert rows[1]["n_frames"] is None  # missing, not zero
     with pytest.raises(ClipError, match=r"cut\.mp4") as caught:
-        check_clips(paths, 8, readers["both"], on_bad_clip="fail")
+        readers["both"].read(bad, 8)
     assert caught.value.reason == "damaged"
-    with pytest.raises(InputError, match="'ignore'"):
-        check_clips(paths, 8, readers["both"], on_bad_clip="ignore")
 
 
 def test_002_damage_in_the_middle_is_found_by_decoding_not_by_headers(
@@ -358,7 +355,7 @@ def test_014_text_empty_folder_and_missing(
     (tmp_path / "empty.mp4").write_bytes(b"")
     (tmp_path / "folder.mp4").mkdir()
     names = ["text.mp4", "empty.mp4", "folder.mp4", "absent.mp4"]
-    rows = check_clips([*(tmp_path / name for name in names), clip], 4, readers["both"])
+    rows = [check_clip(p, 4, readers["both"]) for p in (*(tmp_path / n for n in names), clip)]
     reasons = [row["reason"] for row in rows]
     assert reasons == ["not_video", "empty", "not_video", "missing", None]
     assert rows[-1]["status"] == "ok"
@@ -497,7 +494,7 @@ def test_a_clip_of_a_list_is_read_inside_its_bounds(
     row = check_clip(listed, 2, readers["both"])
     assert (row["status"], row["path"], row["frames_distinct"]) == ("ok", str(clip), 2)
     late = Clip("d", "MVBench", "train", str(clip), "?", start_s=8.0, end_s=9.0)
-    assert [r["reason"] for r in check_clips([listed, late], 2, readers["both"])] == [
+    assert [check_clip(c, 2, readers["both"])["reason"] for c in (listed, late)] == [
         None,
         "bounds",
     ]

@@ -18,7 +18,7 @@ import pytest
 
 from tests.clips import make_clips as make
 from tests.processes import alive, gone_within
-from vflash_analysis.clips.read import ClipError, FrameReader, check_clips
+from vflash_analysis.clips.read import ClipError, FrameReader, check_clip
 from vflash_analysis.errors import InputError
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ def test_005_006_033_a_clip_over_the_limit_times_out_and_the_next_one_is_read(
     before = set(os.listdir(tempfile.gettempdir()))
     with FrameReader(3.0, f"stub_readers:{stub}") as reader:
         first = child_facts(reader)["pid"]
-        rows = check_clips([clip, other, clip], 4, reader)
+        rows = [check_clip(one, 4, reader) for one in (clip, other, clip)]
         assert [row["reason"] for row in rows] == [None, "timeout", None]
         assert "3 s" in rows[1]["message"]
         second = child_facts(reader)["pid"]
@@ -77,7 +77,7 @@ def test_005_006_033_a_clip_over_the_limit_times_out_and_the_next_one_is_read(
 @pytest.mark.usefixtures("stubs")
 def test_a_reader_that_aborts_costs_one_clip(clip: Path, other: Path) -> None:
     with FrameReader(60, "stub_readers:abort") as reader:
-        rows = check_clips([other, clip], 4, reader)
+        rows = [check_clip(one, 4, reader) for one in (other, clip)]
     assert [row["reason"] for row in rows] == ["crashed", None]
     assert str(-signal.SIGABRT) in rows[0]["message"]
     assert "native check failed" in rows[0]["message"]

@@ -1,4 +1,4 @@
-"""Suites, draws, frozen lists, clip lists and the check of training against evaluation."""
+"""Suites, draws, clip lists and training corpora in the form of a suite."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from vflash_analysis import paths
 from vflash_analysis.clips.lists import (
     Clip,
-    check_disjoint,
     read_clip_list,
     read_video_list,
     write_clip_list,
@@ -485,35 +484,7 @@ def test_any_jsonl_of_video_and_prompt_is_read(tmp_path: Path) -> None:
         read_video_list(tmp_path / "absent.jsonl")
 
 
-# ---------------------------------------------------------------- training against evaluation
-
-
-def listed(folder: Path, split: str, files: dict[str, str]) -> list[Clip]:
-    return [
-        Clip(clip_id, "VDC", split, str(put(folder / f"{clip_id}.mp4", content)), "?")
-        for clip_id, content in files.items()
-    ]
-
-
-def test_114_disjoint_lists_pass_and_a_shared_id_or_file_is_named(tmp_path: Path) -> None:
-    evaluation = listed(tmp_path / "eval", "test", {"e1": "one", "e2": "two", "e3": "abc"})
-    training = listed(tmp_path / "train", "training", {"t1": "uno", "t2": "three"})
-    check_disjoint(training, evaluation)  # equal sizes, different bytes
-    same_id = listed(tmp_path / "other", "training", {"e2": "something else"})
-    with pytest.raises(InputError, match="'e2' is in training"):
-        check_disjoint([*training, *same_id], evaluation)
-    same_file = listed(tmp_path / "renamed", "training", {"t9": "two"})
-    with pytest.raises(InputError, match=r"t9 .*e2 .*the same file"):
-        check_disjoint([*training, *same_file], evaluation)
-
-
-def test_114_files_that_are_not_there_are_compared_by_id_only(tmp_path: Path) -> None:
-    evaluation = listed(tmp_path / "eval", "test", {"e1": "one"})
-    absent = Clip("t1", "mine", "training", str(tmp_path / "absent.mp4"), "?")
-    check_disjoint([absent], evaluation)
-    check_disjoint(listed(tmp_path / "t", "training", {"t2": "one"}), [absent])
-    with pytest.raises(InputError, match="e1"):
-        check_disjoint([replace(absent, clip_id="e1")], evaluation)
+# ---------------------------------------------------------------- other layouts
 
 
 def test_a_suite_is_one_row_and_one_function(tmp_path: Path) -> None:
@@ -549,3 +520,37 @@ def test_a_training_corpus_is_described_in_the_same_form(tmp_path: Path) -> None
     ]
     assert not Path(clips[1].path).exists()  # listed all the same
     assert clips[0].path == str(base / "v" / "1.mp4")
+
+
+def test_a_conversation_corpus_gives_its_first_request_per_video(tmp_path: Path) -> None:
+    corpus = load_suite(paths.DATA / "training" / "LLaVA-Video-178K.yaml")
+    base = tmp_path / "lmms-lab" / "LLaVA-Video-178K"
+
+    def row(video: str, asked: str) -> dict:
+        said = [("human", asked), ("gpt", f"{video} is shown."), ("human", "More?"), ("gpt", "No.")]
+        turns = [{"from": who, "value": text} for who, text in said]
+        return {"id": video, "data_source": "x", "video": video, "conversations": turns}
+
+    folder = "liwei_youtube_videos/videos/youtube_video_2024"
+    rows = [
+        row(f"{folder}/ytb_a.mp4", "<image>\nTell me."),
+        row(f"{folder}/ytb_b.mkv", "Describe."),
+    ]
+    first = base / "30_60_s_youtube_v0_1" / "30_60_s_youtube_v0_1_cap_processed.json"
+    put_rows(first, rows)
+    put_rows(base / "30_60_s_youtube_v0_1" / "30_60_s_youtube_oe_v0_1_qa_processed.json", rows)
+    with pytest.raises(InputError, match=r"1_2_m_youtube_v0_1/\*cap\*\.json was not found"):
+        suite_videos(corpus, tmp_path)
+    second = base / "1_2_m_youtube_v0_1" / "1_2_m_youtube_v0_1_cap_processed.json"
+    put_rows(second, [row(f"{folder}/ytb_c.mp4", "<video>\nWhat happens?")] * 2)
+    put(base / "30_60_s_youtube_v0_1" / folder / "ytb_a.mp4")
+    clips = suite_videos(corpus, tmp_path)
+    assert [(clip.clip_id, clip.prompt, clip.reference) for clip in clips] == [
+        (f"1_2_m_youtube_v0_1/{folder}/ytb_c", "What happens?", f"{folder}/ytb_c.mp4 is shown."),
+        (f"30_60_s_youtube_v0_1/{folder}/ytb_a", "Tell me.", f"{folder}/ytb_a.mp4 is shown."),
+        (f"30_60_s_youtube_v0_1/{folder}/ytb_b", "Describe.", f"{folder}/ytb_b.mkv is shown."),
+    ]
+    assert [Path(clip.path).is_file() for clip in clips] == [False, True, False]
+    put_rows(second, [{"video": "x.mp4", "conversations": [{"from": "human", "value": "?"}]}])
+    with pytest.raises(InputError, match=r"processed\.json, row 0: conversations"):
+        suite_videos(corpus, tmp_path)

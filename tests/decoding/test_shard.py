@@ -25,7 +25,7 @@ from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
 from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import CYCLES, GENERATIONS, part_path, read_records
+from vflash_analysis.records import CYCLES, GENERATIONS, part_path, read_records, sha256_of_file
 
 FRAMES = 2
 FACTS = ShardFacts(run_id="run", profile="smoke", sample_seed=0, num_frames=FRAMES)
@@ -243,6 +243,26 @@ def test_bad_clips_are_rows_with_reasons_and_cost_nothing_else(target, drafters,
             target, {"a": drafters["flow-0"]}, clips, Reader(bad={"c0", "c1", "c2"}), SETTINGS,
             tmp_path / "none", FACTS, lambda _: None,
         )  # fmt: skip
+
+
+def test_a_video_that_is_not_its_frozen_lists_is_never_decoded(target, drafters, clips, tmp_path):
+    digest = sha256_of_file(clips[0].path)
+    named = [replace(clips[0], sha256=digest), replace(clips[1], sha256="0" * 64), clips[2]]
+    decode_shard(
+        target,
+        {"a": drafters["flow-0"]},
+        named,
+        Reader(),
+        SETTINGS,
+        tmp_path,
+        FACTS,
+        lambda _: None,
+    )
+    generations, cycles = tables(tmp_path)
+    failed = generations[generations["status"] == "failed"]
+    assert set(failed["clip_id"]) == {"c1"} == {"c0", "c1", "c2"} - set(cycles["clip_id"])
+    told = f"changed: sha256 {sha256_of_file(clips[1].path)}, its list names {'0' * 64}"
+    assert set(failed["reason"]) == {told}
 
 
 def test_a_killed_run_resumes_at_the_next_clip(target, drafters, clips, tmp_path):

@@ -244,6 +244,16 @@ def test_bad_clips_are_recorded_and_the_others_kept(tmp_path: Path) -> None:
     assert reader.paths == ["v1.mp4"] and set(frame["status"]) == {"ok"}
 
 
+def test_a_video_that_is_not_its_frozen_lists_gives_no_text(tmp_path: Path) -> None:
+    some = clips(tmp_path)
+    some[2] = dataclasses.replace(some[2], sha256="0" * 64)
+    frame = read_records(collect(tmp_path, some), CONTINUATIONS)
+    assert frame["status"].tolist() == ["ok", "ok", "failed", "ok"]
+    assert "changed: sha256 " in frame["reason"][2] and "0" * 64 in frame["reason"][2]
+    with pytest.raises(InputError, match=r"v2\.mp4: changed"):
+        collect(tmp_path, some, on_bad_clip="fail")
+
+
 def test_a_prompt_that_is_no_prompt_costs_no_other_clip(tmp_path: Path) -> None:
     some = clips(tmp_path)
     some[1] = dataclasses.replace(some[1], prompt="two <video> in one")

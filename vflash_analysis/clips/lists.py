@@ -1,4 +1,4 @@
-"""A clip, lists of clips in JSON lines, and the checks that two lists share no clip.
+"""A clip, and lists of clips in JSON lines.
 
 Training lists may come from anywhere: `read_video_list` takes any JSONL of video + prompt.
 """
@@ -6,7 +6,6 @@ Training lists may come from anywhere: `read_video_list` takes any JSONL of vide
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -35,6 +34,7 @@ class Clip:
         facts: what a generated clip shows, for scoring; JSON types only.
         start_s, end_s: the clip's bounds in seconds of its video; None: the video's own.
         frames_per_s: images per second of a folder; None: `path` is a file.
+        sha256: of the file that the clip is, from a frozen list; None where any will do.
     """
 
     clip_id: str
@@ -47,6 +47,7 @@ class Clip:
     start_s: float | None = None
     end_s: float | None = None
     frames_per_s: float | None = None
+    sha256: str | None = None
 
 
 _NUMBERS = ("start_s", "end_s", "frames_per_s")
@@ -84,9 +85,10 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
     """
     path = Path(path)
     clips = []
-    for place, row in _json_lines(path):
-        names = {field.name for field in dataclasses.fields(Clip)}
-        required = names - {"reference", "facts", *_NUMBERS}
+    for place, row in json_lines(path):
+        fields = dataclasses.fields(Clip)
+        names = {field.name for field in fields}
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
         if set(row) - names or required - set(row):
             raise InputError(
                 f"{place}: fields are {sorted(row)}; "
@@ -116,18 +118,24 @@ def read_video_list(path: str | os.PathLike[str]) -> list[Clip]:
     """
     path = Path(path)
     clips = []
-    for place, row in _json_lines(path):
+    for place, row in json_lines(path):
         video, prompt = need_text(place, row, "video"), need_text(place, row, "prompt")
         clip_id = need_text(place, row, "id") if "id" in row else os.path.splitext(video)[0]
         reference = need_text(place, row, "reference") if row.get("reference") is not None else None
         full = os.path.abspath(os.path.join(path.parent, video))
-        numbers = {name: may_have_number(place, row, name) for name in _NUMBERS}
-        clips.append(Clip(clip_id, "custom", "training", full, prompt, reference, None, **numbers))
+        clip = Clip(clip_id, "custom", "training", full, prompt, reference)
+        numbers: dict[str, Any] = {name: may_have_number(place, row, name) for name in _NUMBERS}
+        clips.append(dataclasses.replace(clip, **numbers))
     _refuse_repeated_ids(str(path), clips)
     return clips
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place for messages, row) of every line of a JSON-lines file that is not empty.
+
+    Raises:
+        InputError: unreadable, or a line that is no JSON object.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -174,7 +182,7 @@ def _refuse_repeated_ids(place: str, clips: Sequence[Clip]) -> None:
         seen.add(key)
 
 
-# ---------------------------------------------------------------- identity and checks
+# ---------------------------------------------------------------- identity
 
 
 def video_files(path: str | os.PathLike[str]) -> list[Path]:
@@ -197,36 +205,7 @@ def video_sha256(path: str | os.PathLike[str]) -> str:
     return hashlib.sha256(listed.encode()).hexdigest()
 
 
-def _bytes_of(clip: Clip) -> int | None:
-    """Size of a clip's video, None where there is none."""
-    files = video_files(clip.path)
+def video_bytes(path: str | os.PathLike[str]) -> int | None:
+    """Size of a video file or of a frame folder's files, None where there is nothing."""
+    files = video_files(path)
     return sum(file.stat().st_size for file in files) if files else None
-
-
-def check_disjoint(training: Sequence[Clip], evaluation: Sequence[Clip]) -> None:
-    """Raise InputError where a clip of one list is also in the other, by id or by file.
-
-    The same video under another name is the case that ids cannot show, and it inflates acceptance;
-    two stretches of one video are the same video. Only files of equal size are hashed; files that
-    are not there cannot be compared and are left to the reader's own report.
-    """
-    evaluated = {clip.clip_id: clip for clip in evaluation}
-    for clip in training:
-        if clip.clip_id in evaluated:
-            other = evaluated[clip.clip_id]
-            raise InputError(
-                f"clip id {clip.clip_id!r} is in training ({clip.benchmark} {clip.split}) and in "
-                f"evaluation ({other.benchmark} {other.split}); the lists must not share a clip"
-            )
-    by_size: dict[int | None, list[Clip]] = {}
-    for clip in evaluation:
-        by_size.setdefault(_bytes_of(clip), []).append(clip)
-    by_size.pop(None, None)
-    digest = functools.cache(video_sha256)
-    for clip in training:
-        for other in by_size.get(_bytes_of(clip), []):
-            if digest(clip.path) == digest(other.path):
-                raise InputError(
-                    f"training clip {clip.clip_id} ({clip.path}) and evaluation clip "
-                    f"{other.clip_id} ({other.path}) are the same file; the lists must not share a clip"
-                )

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
+import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,23 +17,21 @@ import numpy as np
 import pandas as pd
 
 from vflash_analysis import config, paths
-from vflash_analysis.clips import pocket, suites
-from vflash_analysis.clips.lists import (
-    Clip,
-    check_disjoint,
-    read_clip_list,
-    read_video_list,
-    write_clip_list,
-)
-from vflash_analysis.clips.read import FrameReader, check_clips
+from vflash_analysis.clips import corpora, frozen, pocket, suites
+from vflash_analysis.clips.checking import CheckStore, check_clip_files
+from vflash_analysis.clips.lists import Clip, read_clip_list, write_clip_list
+from vflash_analysis.clips.overlap import REASONS as OVERLAP_REASONS
+from vflash_analysis.clips.overlap import Evaluated, Overlap, check_disjoint
+from vflash_analysis.clips.read import ClipError, FrameReader
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
+from vflash_analysis.records import write_text_atomic
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CLIPS_PER_READER = 100
-READERS_AT_ONCE = 4  # more would slow each other down to the time limit
+
+LISTS = ("training", "validation", "target_evaluation")  # beside one per suite and seed
 
 
 def _suite_key(benchmark: str, sample_seed: int) -> str:
@@ -64,32 +61,81 @@ def _pocket_lists(settings: ClipSettings, folder: Path) -> dict[str, list[Clip]]
     return lists
 
 
-def _suite_lists(settings: ClipSettings, data_root: Path) -> dict[str, list[Clip]]:
-    """Draw the real suites' lists; training clips come from a JSONL of video + prompt."""
-    if settings.training_list is None:
-        raise InputError(
-            'clips.training_list: found null, allowed with source "suites": a JSONL file'
-        )
-    corpus = read_video_list(data_root / settings.training_list)
-    wanted = settings.training_clips + settings.validation_clips
-    if len(corpus) < wanted:
-        raise InputError(
-            f"clips.training_clips: found {len(corpus)} clips in {settings.training_list}, allowed: "
-            f"{wanted} or more (training and validation)"
-        )
-    lists = {
-        "training": corpus[: settings.training_clips],
-        "validation": corpus[settings.training_clips : wanted],
-    }
+def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[str, list[Clip]]:
+    """The real suites' clips, drawn or as a frozen list names them, and the training clips.
+
+    Writes `frozen-*.jsonl`, the frozen lists as they were replayed; `frozen.csv`, whether each of
+    their files is the one named; and `left_out.csv`, training clips that are videos of a suite.
+    """
     described = suites.load_suites(paths.DATA / "suites")
+    videos: dict[str, dict[str, Clip]] = {}
     for benchmark in settings.benchmarks:
         if benchmark not in described:
             raise InputError(f"clips.benchmarks: {benchmark} has no file in data/suites")
-        for seed in settings.sample_seeds:
-            lists[_suite_key(benchmark, seed)] = suites.suite_clips(
-                described[benchmark], data_root, seed, settings.clips_per_suite_all
+        every = suites.suite_videos(described[benchmark], data_root)
+        videos[benchmark] = {clip.clip_id: clip for clip in every}
+    drawn: dict[str, list[Clip]] = {}
+    for benchmark, seed in itertools.product(settings.benchmarks, settings.sample_seeds):
+        path = frozen.list_path(benchmark, seed)
+        if path.is_file():
+            place = suites.find_dataset(described[benchmark], data_root)
+            listed = _first(frozen.read_frozen(path), path, settings.clips_per_suite_all)
+            clips = frozen.replayed(listed, path, videos[benchmark], place)
+            write_text_atomic(folder / f"frozen-{path.name}", path.read_text(encoding="utf-8"))
+            print(f"{benchmark}, seed {seed}: replays {paths.relative_to_root(path)}")
+        else:
+            ids = suites.draw_clip_ids(
+                videos[benchmark], benchmark, seed, settings.clips_per_suite_all
             )
-    return lists
+            clips = [videos[benchmark][clip_id] for clip_id in ids]
+        drawn[_suite_key(benchmark, seed)] = clips
+    _verify(_each_once([clip for clips in drawn.values() for clip in clips]), settings, folder)
+    every_video = [clip for of_suite in videos.values() for clip in of_suite.values()]
+    learnt = corpora.training_clips(settings, data_root, Evaluated(every_video))
+    _report_left_out(learnt.left_out, folder / "left_out.csv")
+    return {"training": learnt.training, "validation": learnt.validation, **drawn}
+
+
+def _first(listed: list[frozen.FrozenClip], path: Path, n_clips: int) -> list[frozen.FrozenClip]:
+    if len(listed) < n_clips:
+        raise InputError(
+            f"clips.clips_per_suite_all: found {n_clips}, allowed: at most the {len(listed)} of "
+            f"{paths.relative_to_root(path)}"
+        )
+    return listed[:n_clips]
+
+
+def _verify(clips: list[Clip], settings: ClipSettings, folder: Path) -> None:
+    """Name every file that is not the one its frozen list names; the first raises under "fail"."""
+    verified = frozen.verify(clips, sys.stdout)
+    if verified.empty:
+        return
+    write_text_atomic(folder / "frozen.csv", verified.to_csv(index=False, lineterminator="\n"))
+    for row in verified[verified["status"] != "ok"].to_dict("records"):
+        if row["status"] == "changed":
+            error = frozen.changed(row["path"], row["found_sha256"], row["sha256"])
+        else:
+            said = f"no such file; its list names sha256 {row['sha256']}"
+            error = ClipError(row["path"], "missing", said)
+        if settings.on_bad_clip == "fail":
+            raise error
+        print(f"{row['benchmark']} {row['clip_id']}: {error}")
+
+
+def _report_left_out(left_out: Sequence[Overlap], path: Path) -> None:
+    """Write which corpus clips are videos of a suite, and print how many by reason."""
+    columns = ["clip_id", "reason", "benchmark", "suite_clip_id", "path"]
+    rows = [
+        (one.training.clip_id, one.reason, one.evaluation.benchmark, one.evaluation.clip_id,
+         one.training.path)
+        for one in left_out
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows, columns=columns)
+    write_text_atomic(path, frame.to_csv(index=False, lineterminator="\n"))
+    counts = frame["reason"].value_counts()
+    told = ", ".join(f"{counts[reason]} {reason}" for reason in OVERLAP_REASONS if reason in counts)
+    if told:
+        print(f"training clips left out as videos of a suite: {told}; named in {path.name}")
 
 
 def prepare_lists(settings: ClipSettings, folder: Path) -> pd.DataFrame:
@@ -103,16 +149,17 @@ def prepare_lists(settings: ClipSettings, folder: Path) -> pd.DataFrame:
         One row per list: list, clips, benchmarks.
 
     Raises:
-        InputError: missing data, too few clips, or a clip that is in training and in evaluation.
+        InputError: missing data, too few clips, or a generated or listed training clip that is in
+            the evaluation; a corpus of `data/training` loses such clips instead.
+        ClipError: a file that is not its frozen list's, where `on_bad_clip` is "fail".
     """
     if settings.source == "pocket":
         lists = _pocket_lists(settings, folder)
+        evaluated = [c for name, clips in lists.items() if name.startswith("suite-") for c in clips]
+        learnt = [*lists["training"], *lists["validation"]]
+        check_disjoint(learnt, Evaluated(_each_once(evaluated), by_source=False))
     else:
-        lists = _suite_lists(settings, config.data_folder())
-    evaluated = [
-        clip for name, clips in lists.items() if name.startswith("suite-") for clip in clips
-    ]
-    check_disjoint([*lists["training"], *lists["validation"]], _each_once(evaluated))
+        lists = _suite_lists(settings, config.data_folder(), folder)
     rows = []
     for name, clips in lists.items():
         write_clip_list(folder / f"{name}.jsonl", clips)
@@ -162,38 +209,28 @@ def open_reader(settings: ClipSettings) -> FrameReader:
     return FrameReader(timeout_s=settings.read_timeout_s, backend=settings.reader)
 
 
-def check_lists(settings: ClipSettings, folder: Path, most: int = 10**9) -> pd.DataFrame:
-    """Read the very frames a run will use; one row per clip.
+def check_lists(
+    settings: ClipSettings, folder: Path, most: int = 10**9, stream: Any = None
+) -> pd.DataFrame:
+    """Read the very frames a run will use; one row per clip. Goes on where it was interrupted.
 
     Args:
         settings: the profile's `clips`.
         folder: of `prepare_lists`.
         most: clips of each list that are read, from its start.
+        stream: where the line of progress goes; standard output when None.
 
     Raises:
         ClipError: a bad clip where `on_bad_clip` is "fail".
     """
-    names = sorted(path.stem for path in folder.glob("*.jsonl"))
+    names = sorted(path.stem for path in folder.glob("*.jsonl") if _holds_clips(path.stem))
     clips = _each_once([clip for name in names for clip in read_list(folder, name)[:most]])
-    n = CLIPS_PER_READER
-    shares = [clips[start : start + n] for start in range(0, len(clips), n)]
-    stop = threading.Event()
+    store = CheckStore(folder / ".checked.jsonl")
+    return check_clip_files(clips, settings, store, stream or sys.stdout, settings.on_bad_clip)
 
-    def check(share: list[Clip]) -> list[dict[str, Any]]:
-        with open_reader(settings) as reader:
-            left = (clip for clip in share if not stop.is_set())
-            return check_clips(left, settings.num_frames, reader, settings.on_bad_clip)
 
-    with ThreadPoolExecutor(READERS_AT_ONCE) as pool:  # a thread waits for its reader's process
-        try:
-            rows = [row for found in pool.map(check, shares) for row in found]
-        except BaseException:
-            stop.set()
-            raise
-    frame = pd.DataFrame(rows)
-    frame.insert(0, "clip_id", [clip.clip_id for clip in clips])
-    frame.insert(1, "benchmark", [clip.benchmark for clip in clips])
-    return frame
+def _holds_clips(name: str) -> bool:
+    return name in LISTS or name.startswith("suite-")
 
 
 def contact_sheet(clips: Sequence[Clip], settings: ClipSettings, columns: int = 6) -> Figure:
@@ -205,11 +242,18 @@ def contact_sheet(clips: Sequence[Clip], settings: ClipSettings, columns: int = 
     )
     with open_reader(settings) as reader:
         for row, clip in zip(axes, clips, strict=True):
-            frames = reader.read_clip(clip, settings.num_frames).frames
-            shown = np.linspace(0, len(frames) - 1, columns).round().astype(int)
-            for place, index in zip(row, shown, strict=True):
-                place.imshow(frames[index])
+            for place in row:
                 place.set_axis_off()
-            row[0].set_title(f"{clip.benchmark}: {clip.prompt[:90]}", loc="left", fontsize=8)
+            said = clip.prompt[:90]
+            try:
+                frames = reader.read_clip(clip, settings.num_frames).frames
+                frozen.verified_sha256(clip)
+            except ClipError as error:  # the reading check reports it; the other clips are shown
+                said = f"{clip.clip_id} cannot be used: {error.reason}"
+            else:
+                shown = np.linspace(0, len(frames) - 1, columns).round().astype(int)
+                for place, index in zip(row, shown, strict=True):
+                    place.imshow(frames[index])
+            row[0].set_title(f"{clip.benchmark}: {said}", loc="left", fontsize=8)
     plt.close(figure)
     return figure

@@ -16,7 +16,6 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -41,6 +40,7 @@ REASONS = (
     "bounds",  # start, end or rate that are no numbers in order, or lie outside the video
     "timeout",  # over the wall limit
     "crashed",  # the native reader ended its process
+    "changed",  # another file than the one a frozen list names
 )
 FLAGS = (
     "short",
@@ -398,26 +398,3 @@ def check_clip(
         "status": "flagged" if read.info.flags else "ok",
         "flags": " ".join(read.info.flags),
     }
-
-
-def check_clips(
-    clips: Iterable[Clip | str | os.PathLike[str]],
-    num_frames: int,
-    reader: FrameReader,
-    on_bad_clip: str = "skip",
-) -> list[dict[str, Any]]:
-    """Return `check_clip` rows for many clips; with on_bad_clip="fail" the first bad one raises.
-
-    Raises:
-        ClipError: a bad clip under "fail".
-        InputError: another value of on_bad_clip.
-    """
-    if on_bad_clip not in ("skip", "fail"):
-        raise InputError(f"on_bad_clip is {on_bad_clip!r}; allowed are 'skip' and 'fail'")
-    rows = []
-    for clip in clips:
-        row = check_clip(clip, num_frames, reader)
-        if row["status"] == "bad" and on_bad_clip == "fail":
-            raise ClipError(row["path"], row["reason"], row["message"])
-        rows.append(row)
-    return rows

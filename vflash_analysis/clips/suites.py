@@ -1,7 +1,8 @@
-"""Clips of the five public suites from local folders: adapters and fixed draws.
+"""Clips of public suites and training corpora from local folders: adapters and fixed draws.
 
 A suite is one YAML file in `data/suites/` (hub id, revision, licence, layout, prompt rule) and one
-function that reads its metadata. Videos are never downloaded: `VFLASH_DATA` names a folder
+function that reads its metadata; a training corpus is the same in `data/training/`. Videos are
+never downloaded: `VFLASH_DATA` names a folder
 that holds the datasets as the hub lays them out, `<VFLASH_DATA>/<org>/<name>` or
 `<VFLASH_DATA>/<name>`.
 
@@ -17,11 +18,11 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from vflash_analysis import strict
 from vflash_analysis.clips import mvbench
-from vflash_analysis.clips.lists import Clip, read_video_list
+from vflash_analysis.clips.lists import Clip, need_text, read_video_list
 from vflash_analysis.clips.metadata import Video, json_rows, parquet_rows, split_ending
 from vflash_analysis.errors import InputError
 
@@ -32,10 +33,10 @@ DESCRIPTION_PROMPT = (
     "their actions, and the background scenes."
 )
 
-# Keys of a suite file that nothing computes with: the hub's card, and where our choices come from.
+# Keys of a suite file that no clip hangs on; `clips.inventory` reads some of them.
 FOR_THE_READER = (
-    "title", "licence", "gated", "download_bytes", "layout", "prompt_source", "expected_clips",
-    "other_tasks", "notes", "unverified",
+    "title", "licence", "gated", "download_bytes", "download", "layout", "prompt_source",
+    "expected_clips", "other_tasks", "notes", "unverified",
 )  # fmt: skip
 
 
@@ -43,7 +44,14 @@ FOR_THE_READER = (
 
 
 AdapterName = Literal[
-    "video_detail_caption", "video_mme", "mvbench", "mlvu", "mlvu_dev", "long_video_bench", "jsonl"
+    "video_detail_caption",
+    "video_mme",
+    "mvbench",
+    "mlvu",
+    "mlvu_dev",
+    "long_video_bench",
+    "llava_video",
+    "jsonl",
 ]
 
 
@@ -230,6 +238,33 @@ def _long_video_bench(suite: Suite, folder: Path) -> list[Video]:
     return [Video(row["video_id"], row["video_path"]) for row in rows]
 
 
+def _llava_video(suite: Suite, folder: Path) -> list[Video]:
+    """Conversations about videos: a JSON file and an unpacked folder of videos per subset (task)."""
+    videos = []
+    for task in suite.tasks or ():
+        pattern = suite.metadata.format(task=task.name)
+        files = sorted(folder.glob(pattern))
+        if not files:  # a draw from some of the subsets would be another draw
+            raise InputError(
+                f"{suite.name}: {folder / pattern} was not found; all tasks are needed"
+            )
+        for metadata in files:
+            for number, row in enumerate(json_rows(metadata, ["video"])):
+                place = f"{metadata}, row {number}"
+                asked, answered = _first_exchange(place, row.get("conversations"))
+                file = f"{task.folder}/{row['video']}"
+                videos.append(Video(split_ending(file)[0], file, asked, answered))
+    return videos
+
+
+def _first_exchange(place: str, turns: Any) -> tuple[str, str]:
+    """The first question, without the placeholder of the pictures, and its answer."""
+    if not isinstance(turns, list) or len(turns) < 2 or not all(isinstance(t, dict) for t in turns):
+        raise InputError(f"{place}: conversations is no list of two turns or more")
+    asked, answered = (need_text(f"{place}, a turn", turn, "value") for turn in turns[:2])
+    return asked.replace("<image>", "").replace("<video>", "").strip(), answered
+
+
 def _jsonl(suite: Suite, folder: Path) -> list[Video]:
     """A corpus of the user's own: JSON lines with `video` (from the list's folder) and `prompt`."""
     lists = sorted(folder.glob(suite.metadata))
@@ -255,6 +290,7 @@ ADAPTERS: dict[str, Callable[[Suite, Path], list[Video]]] = {
     "mlvu": _mlvu,
     "mlvu_dev": _mlvu_dev,
     "long_video_bench": _long_video_bench,
+    "llava_video": _llava_video,
     "jsonl": _jsonl,
 }
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vflash_analysis.clips.lists import Clip, video_sha256
+from vflash_analysis.clips.frozen import verified_sha256
+from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.huggingface import generate_outside
@@ -180,7 +181,7 @@ class ClipDecoder:
         target = self._target
         input_ids = target.build_prompt(clip.prompt, len(read.frames))
         measured = {
-            "video_sha256": video_sha256(clip.path),
+            "video_sha256": verified_sha256(clip),
             "prompt_tokens": len(input_ids),
             "video_tokens": int((input_ids == target.video_token_id).sum()),
             "frames_used": len(read.frames) - read.info.n_repeated,

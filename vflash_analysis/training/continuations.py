@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip, video_sha256
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS
@@ -270,6 +271,7 @@ def collect_continuations(
         }
         try:
             frames = reader.read_clip(clip, num_frames)
+            sha256 = verified_sha256(clip)
             prompt = target.build_prompt(clip.prompt, len(frames.frames))
             pixels = target.prepare_frames(frames.frames)
             guess = _guess(target, clip)
@@ -286,7 +288,7 @@ def collect_continuations(
                 _write_states(path, text.states, taps)
             row |= {
                 "status": "ok",
-                "video_sha256": video_sha256(clip.path),
+                "video_sha256": sha256,
                 "prompt_tokens": len(prompt),
                 "video_tokens": int((prompt == target.video_token_id).sum()),
                 "input_ids": [*prompt.tolist(), *text.token_ids.tolist()],

@@ -1,0 +1,188 @@
+"""What data is there: counts, commits, what stops a run, and the commands that bring the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clips import hub
+from vflash_analysis import paths
+from vflash_analysis.clips import frozen, inventory
+from vflash_analysis.clips.inventory import Card, Download
+from vflash_analysis.clips.suites import draw_clip_ids
+
+SETTINGS = hub.SETTINGS
+COMMIT = "7b18ca2" + 33 * "0"
+NAMES = [f"ytb_Training{i:03d}" for i in range(9)]
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(paths, "DATA", hub.copy_descriptions(tmp_path / "data"))
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path / "videos"))
+    hub.make_suites(tmp_path / "videos")
+    hub.make_corpus(tmp_path / "videos", NAMES)
+    return tmp_path / "videos"
+
+
+def stock(data: Path, **changes) -> dict[str, inventory.Holding]:
+    settings = dataclasses.replace(SETTINGS, **changes)
+    return {holding.name: holding for holding in inventory.take_stock(settings, data)}
+
+
+def counts(holding: inventory.Holding) -> tuple[int, int, int, int]:
+    return holding.listed, holding.found, holding.drawn, holding.drawn_found
+
+
+def note_commit(folder: Path, name: str, commit: str) -> None:
+    text = f"{commit}\netag\n1700000000.0\n"
+    hub.put(folder / ".cache/huggingface/download" / f"{name}.metadata", text.encode())
+
+
+# ---------------------------------------------------------------- what is there
+
+
+def test_all_that_is_there_is_counted_and_nothing_is_at_fault(data):
+    found = stock(data)
+    assert list(found) == ["VDC", "LVB", "LLaVA-Video-178K"]
+    assert not any(holding.faults for holding in found.values())
+    assert counts(found["LLaVA-Video-178K"]) == (9, 9, 7, 7)
+    listed, there, drawn, drawn_there = counts(found["LVB"])
+    assert (listed, there) == (8, 8) and drawn == drawn_there
+    assert 4 <= drawn <= 8  # two seeds of four clips, which may share some
+    assert found["LVB"].complete and not found["VDC"].complete  # 499 videos are expected
+
+
+def test_missing_drawn_videos_are_a_gap_under_skip_and_a_fault_under_fail_or_when_all_lack(data):
+    name = draw_clip_ids([f"Long_vid-0{i}" for i in range(8)], "LVB", 0, 4)[0]
+    file = data / hub.LVB / "videos" / f"{name}.mp4"
+    file.unlink()
+    skip, fail = stock(data)["LVB"], stock(data, on_bad_clip="fail")["LVB"]
+    told = f"{skip.drawn - 1} of {skip.drawn} drawn videos are there, first missing {file}"
+    assert skip.gaps == (f"LVB: {told}",) and skip.faults == ()
+    assert fail.faults == (f"LVB: {told}",) and fail.gaps == ()
+    for video in (data / hub.LVB / "videos").iterdir():
+        video.unlink()
+    assert f"0 of {skip.drawn} drawn videos" in stock(data)["LVB"].faults[0]
+
+
+def test_drawn_clips_are_those_of_a_frozen_list(data):
+    path = frozen.list_path("LVB", 0)
+    one = frozen.FrozenClip("Long_vid-00", "videos/Long_vid-00.mp4", 1, "0" * 64, "0" * 64)
+    hub.put(path, one.line().encode())
+    assert stock(data, sample_seeds=(0,))["LVB"].drawn == 1
+
+
+def test_absent_and_gated_datasets_are_named_where_they_were_sought(data):
+    (data / hub.LVB / "lvb_val.json").unlink()
+    fault = stock(data)["LVB"].faults[0]
+    assert str(data / "LongVideoBench") in fault and "form has been accepted" in fault
+    assert stock(data)["VDC"].faults == () and "\n" not in fault
+
+
+def test_too_few_clips_for_a_draw_are_a_fault(data):
+    found = stock(data, clips_per_suite_all=9, training_clips=8)
+    assert "9 clips asked for; it has 8" in found["VDC"].faults[0]
+    assert "found 9 clips in LLaVA-Video-178K" in found["LLaVA-Video-178K"].faults[0]
+
+
+# ---------------------------------------------------------------- revisions
+
+
+def test_files_of_another_commit_than_the_described_one_are_a_fault(data):
+    description = paths.DATA / "suites" / "LVB.yaml"
+    text = description.read_text()
+    description.write_text(text.replace("revision: null", "revision: 7b18ca2"))
+    assert stock(data)["LVB"].faults == ()  # nothing tells
+    note_commit(data / hub.LVB, "lvb_val.json", COMMIT)
+    found = stock(data)["LVB"]
+    assert found.faults == () and found.commits == (COMMIT,)
+    note_commit(data / hub.LVB, "videos.tar.part.aa", 40 * "a")
+    assert stock(data)["LVB"].faults == (
+        f"LVB: files below {data / hub.LVB} are of commit {40 * 'a'}, allowed: 7b18ca2",
+    )
+    description.write_text(text)
+    assert "of 2 commits of the hub" in stock(data)["LVB"].gaps[0]
+
+
+# ---------------------------------------------------------------- lists of one's own
+
+
+def test_a_list_made_by_hand_is_counted_or_named(data):
+    rows = [f'{{"video": "own/Mine{i:04d}.mp4", "prompt": "?"}}' for i in range(8)]
+    hub.put(data / "mine.jsonl", "\n".join(rows).encode())
+    hub.put(data / "own" / "Mine0003.mp4", b"x")
+    found = stock(data, training_list="mine.jsonl")["mine.jsonl"]
+    assert (found.listed, found.found, found.drawn) == (8, 1, 7)
+    assert "cannot be read" in stock(data, training_list="no.jsonl")["no.jsonl"].faults[0]
+    assert "found null" in stock(data, training_list=None)["training"].faults[0]
+
+
+# ---------------------------------------------------------------- commands
+
+
+def test_commands_download_the_revision_asked_for_to_where_the_adapter_looks():
+    download = Download(("data/*", "a b.zip"), ("unzip -n 'a b.zip'", "rm x"))
+    card = Card("X", "org/name", "video", "none", True, None, None, download)
+    form, fetch, first, second = inventory.commands(card, Path("/videos of/mine"))
+    assert form.startswith("# ") and "https://huggingface.co/datasets/org/name" in form
+    assert shlex.split(fetch) == [
+        "hf", "download", "org/name", "--repo-type", "dataset", "--revision", "video",
+        "--include", "data/*", "--include", "a b.zip", "--local-dir", "/videos of/mine/org/name",
+    ]  # fmt: skip
+    assert first == "(cd \"/videos of/mine/org/name\" && unzip -n 'a b.zip')"
+    assert second.endswith("&& rm x)")
+    open_card = dataclasses.replace(card, gated=False, revision=None, download=Download(None, None))
+    assert inventory.commands(open_card, None) == [
+        'hf download org/name --repo-type dataset --local-dir "$VFLASH_DATA/org/name"'
+    ]
+
+
+@pytest.mark.parametrize("folder", ["suites", "training"])
+def test_every_description_has_a_card_whose_commands_a_shell_reads(folder):
+    files = sorted((paths.DATA / folder).glob("*.yaml"))
+    assert files
+    for path in files:
+        card = inventory.load_card(path)
+        assert card.name == path.stem and card.licence
+        for line in inventory.commands(card, None):
+            subprocess.run(["bash", "-n", "-c", line], check=True, timeout=20)
+
+
+def test_archives_unpack_to_where_the_corpus_is_read(tmp_path):
+    """The unpack command of the corpus, run on small archives with a space in the folder's name."""
+    root = tmp_path / "my videos"
+    hub.make_corpus(root, NAMES[:4])
+    for subset in hub.SUBSETS:
+        folder = root / hub.CORPUS / subset
+        archive = f"{subset}_videos_1.tar.gz"
+        subprocess.run(["tar", "-czf", archive, "liwei_youtube_videos"], cwd=folder, check=True)
+        subprocess.run(["rm", "-r", "liwei_youtube_videos"], cwd=folder, check=True)
+    card = inventory.load_card(paths.DATA / "training" / "LLaVA-Video-178K.yaml")
+    settings = dataclasses.replace(SETTINGS, training_clips=2, validation_clips=2)
+    assert inventory.take_stock(settings, root)[-1].found == 0
+    subprocess.run(["bash", "-e", "-c", inventory.commands(card, root)[-1]], check=True, timeout=20)
+    assert counts(inventory.take_stock(settings, root)[-1]) == (4, 4, 4, 4)
+
+
+def test_the_disk_line_adds_up_what_is_missing(tmp_path):
+    def holding(name: str, size: int | None, faults: tuple[str, ...]) -> inventory.Holding:
+        card = Card(name, "org/x", None, "none", False, size, None, Download(None, None))
+        return inventory.Holding(name, card, faults=faults)
+
+    some = [holding("A", 10**10, ("gone",)), holding("B", 5, ()), holding("C", None, ("gone",))]
+    line = inventory.disk_line(some, tmp_path / "not" / "there" / "yet")
+    assert line.startswith("to download 10 GB, and C of unknown size; ") and "; free " in line
+
+
+def test_looking_loads_no_torch():
+    code = (
+        "import sys; from vflash_analysis.clips import inventory; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'av', 'decord')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

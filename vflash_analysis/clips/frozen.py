@@ -1,0 +1,276 @@
+"""Frozen clip lists: which videos a suite and sample seed stand for, down to their bytes.
+
+    vflash clips freeze --profile h100      writes data/suites/lists/<suite>-<seed>.jsonl
+
+A draw is fixed by its rule and the suite's metadata, but not the files behind the ids, and the hub's
+metadata change. A frozen list holds a line per clip: id, file below the dataset's folder, bytes,
+SHA-256, bounds where the clip has some, and the SHA-256 of its prompt. It is small and names no
+machine, so it is tracked and published with the results. Where one is tracked a run replays it and
+draws nothing; a file that is not the one it names is reported with both digests and never decoded.
+Removing the list draws anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis import paths
+from vflash_analysis.clips.lists import Clip, json_lines, video_bytes, video_sha256
+from vflash_analysis.clips.read import ClipError
+from vflash_analysis.clips.suites import find_dataset, load_suites, suite_clips
+from vflash_analysis.config import ClipSettings
+from vflash_analysis.errors import InputError
+from vflash_analysis.identity import ABSENT, FileDigests
+from vflash_analysis.progress import CountLine
+from vflash_analysis.records import write_text_atomic
+from vflash_analysis.strict import build, shown
+
+FILES_AT_ONCE = 4  # hashed by threads; more would wait for one disk
+KEEP_EVERY_S = 10.0  # how much hashing an interrupt or a crash may cost
+BOUNDS = ("start_s", "end_s", "frames_per_s")  # fields of a clip that is a part of its file
+VERIFIED_COLUMNS = ("benchmark", "clip_id", "status", "sha256", "found_sha256", "path")
+
+
+@dataclass(frozen=True)
+class FrozenClip:
+    """One line of a frozen list.
+
+    Attributes:
+        clip_id: as the suite's adapter gives it.
+        file: the video below the dataset's folder, with `/`.
+        bytes, sha256: of the video file.
+        prompt_sha256: of the prompt in UTF-8, without chat template.
+        start_s, end_s, frames_per_s: the clip's own; None where it has none.
+    """
+
+    clip_id: str
+    file: str
+    bytes: int
+    sha256: str
+    prompt_sha256: str
+    start_s: float | None = None
+    end_s: float | None = None
+    frames_per_s: float | None = None
+
+    def line(self) -> str:
+        """The clip as one JSON line; what it does not have is left out."""
+        row = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        return json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def list_path(benchmark: str, sample_seed: int) -> Path:
+    """Where the frozen list of a suite and sample seed is tracked."""
+    return paths.DATA / "suites" / "lists" / f"{benchmark}-{sample_seed}.jsonl"
+
+
+def read_frozen(path: Path) -> list[FrozenClip]:
+    """Read a frozen list.
+
+    Raises:
+        InputError: a line with a missing, unknown or mistyped field, or an id twice.
+    """
+    optional = dict.fromkeys(BOUNDS)
+    clips: dict[str, FrozenClip] = {}
+    for place, row in json_lines(path):
+        clip = build(FrozenClip, {**optional, **row}, place)
+        if clip.clip_id in clips:
+            raise InputError(f"{place}: clip_id: found {shown(clip.clip_id)} twice, allowed: once")
+        clips[clip.clip_id] = clip
+    if not clips:
+        raise InputError(f"{paths.relative_to_root(path)}: found no clips, allowed: one or more")
+    return list(clips.values())
+
+
+def prompt_sha256(prompt: str) -> str:
+    """SHA-256, in hex, of a prompt in UTF-8."""
+    return hashlib.sha256(prompt.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- digests of many files
+
+
+def hash_videos(videos: Iterable[str], stream: Any) -> Mapping[str, str]:
+    """SHA-256 by path, "absent" where there is no video; in parallel, with a line of progress.
+
+    What was hashed is kept by path, size and modification time, so a call that was interrupted goes
+    on where it was and a second one reads nothing but frame folders.
+    """
+    digests = FileDigests(paths.RUNS / ".clip_digests.json")
+    wanted = list(dict.fromkeys(videos))
+    found = dict.fromkeys(wanted, ABSENT)
+    there = [name for name in wanted if os.path.exists(name)]
+    files = [name for name in there if os.path.isfile(name)]
+    found |= {name: known for name in files if (known := digests.known(Path(name)))}
+    waiting = [name for name in there if found[name] == ABSENT]
+    line, kept = CountLine("files hashed", len(waiting), stream), time.monotonic()
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        futures = {pool.submit(video_sha256, name): name for name in waiting}
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                name = futures[future]
+                found[name] = future.result()
+                if os.path.isfile(name):
+                    digests.keep(Path(name), found[name])
+                line.update(done)
+                if time.monotonic() - kept > KEEP_EVERY_S:
+                    digests.save()
+                    kept = time.monotonic()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            digests.save()
+    return found
+
+
+# ---------------------------------------------------------------- freezing
+
+
+def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame:
+    """Draw the profile's clips anew, hash their files and write one list per suite and seed.
+
+    Equal files give equal bytes. Nothing is written before every file has been read.
+
+    Args:
+        settings: the profile's `clips`.
+        data_root: `VFLASH_DATA`.
+        stream: where progress goes.
+
+    Returns:
+        One row per list: list, clips, bytes, state ("written", "unchanged" or "replaced").
+
+    Raises:
+        InputError: generated clips, or a suite or file that is not there.
+    """
+    if settings.source != "suites":
+        raise InputError(
+            f'clips.source: found "{settings.source}", allowed with freeze: "suites"; generated '
+            "clips are the same bytes on every machine"
+        )
+    described = load_suites(paths.DATA / "suites")
+    drawn: dict[tuple[str, int], list[Clip]] = {}
+    folders: dict[str, Path] = {}
+    for name in settings.benchmarks:
+        suite = described[name]
+        folders[name] = find_dataset(suite, data_root)
+        for seed in settings.sample_seeds:
+            drawn[name, seed] = suite_clips(suite, data_root, seed, settings.clips_per_suite_all)
+    sha256 = hash_videos((clip.path for clips in drawn.values() for clip in clips), stream)
+    absent = [name for name, digest in sha256.items() if digest == ABSENT]
+    if absent:
+        raise InputError(
+            f"freeze: {len(absent)} of {len(sha256)} files are not there, first {absent[0]}; a list "
+            "is written when all are"
+        )
+    rows = []
+    for (benchmark, seed), clips in drawn.items():
+        lines = [_frozen(clip, folders[benchmark], sha256[clip.path]).line() for clip in clips]
+        path, text = list_path(benchmark, seed), "".join(lines)
+        before = path.read_text(encoding="utf-8") if path.is_file() else None
+        state = "written" if before is None else "unchanged" if before == text else "replaced"
+        write_text_atomic(path, text)
+        size = sum(video_bytes(clip.path) or 0 for clip in clips)
+        shown_path = paths.relative_to_root(path)
+        rows.append({"list": shown_path, "clips": len(clips), "bytes": size, "state": state})
+    return pd.DataFrame(rows)
+
+
+def _frozen(clip: Clip, folder: Path, sha256: str) -> FrozenClip:
+    return FrozenClip(
+        clip_id=clip.clip_id,
+        file=Path(os.path.relpath(clip.path, os.path.abspath(folder))).as_posix(),
+        bytes=video_bytes(clip.path) or 0,
+        sha256=sha256,
+        prompt_sha256=prompt_sha256(clip.prompt),
+        **bounds_of(clip),
+    )
+
+
+def bounds_of(clip: Clip) -> dict[str, float]:
+    """The fields of `BOUNDS` that a clip has."""
+    return {name: value for name in BOUNDS if (value := getattr(clip, name)) is not None}
+
+
+# ---------------------------------------------------------------- replaying
+
+
+def replayed(
+    frozen: Sequence[FrozenClip], path: Path, videos: Mapping[str, Clip], folder: Path
+) -> list[Clip]:
+    """The clips of a frozen list, each with the digest that its file must have.
+
+    Args:
+        frozen: the list, or its beginning. path: of the list, for messages.
+        videos: every clip of the suite by id, for prompts and references.
+        folder: the dataset's.
+
+    Raises:
+        InputError: the metadata here lack a clip of the list, or ask it something else.
+    """
+    where = paths.relative_to_root(path)
+    clips = []
+    for one in frozen:
+        clip = videos.get(one.clip_id)
+        if clip is None:
+            raise InputError(
+                f"{where}: clip {one.clip_id!r} is not in the metadata below {folder}, allowed: the "
+                "revision the list was frozen from; removing the list draws anew"
+            )
+        bounds = {name: getattr(one, name) for name in BOUNDS if getattr(one, name) is not None}
+        for what, ours, theirs in (
+            ("prompt_sha256", prompt_sha256(clip.prompt), one.prompt_sha256),
+            ("bounds", bounds_of(clip), bounds),
+        ):
+            if ours != theirs:
+                raise InputError(
+                    f"{where}: clip {one.clip_id!r}: {what}: found {ours} in the metadata below "
+                    f"{folder}, allowed: {theirs}, as frozen; removing the list draws anew"
+                )
+        file = os.path.abspath(folder / one.file)
+        clips.append(dataclasses.replace(clip, path=file, sha256=one.sha256))
+    return clips
+
+
+def verify(clips: Sequence[Clip], stream: Any) -> pd.DataFrame:
+    """Compare files with the digests that their clips name; clips without one are left aside.
+
+    Returns:
+        VERIFIED_COLUMNS, one row per clip: status is "ok", "missing" or "changed"; found_sha256 is
+        empty for a missing file.
+    """
+    named = [clip for clip in clips if clip.sha256 is not None]
+    found = hash_videos((clip.path for clip in named), stream)
+    rows = []
+    for clip in named:
+        digest = found[clip.path]
+        status = {ABSENT: "missing", clip.sha256: "ok"}.get(digest, "changed")
+        shown_digest = "" if digest == ABSENT else digest
+        values = (clip.benchmark, clip.clip_id, status, clip.sha256, shown_digest, clip.path)
+        rows.append(dict(zip(VERIFIED_COLUMNS, values, strict=True)))
+    return pd.DataFrame(rows, columns=list(VERIFIED_COLUMNS))
+
+
+def verified_sha256(clip: Clip) -> str:
+    """SHA-256 of a clip's video, which is there.
+
+    Raises:
+        ClipError: it is not the file that the clip's frozen list names.
+    """
+    digest = video_sha256(clip.path)
+    if clip.sha256 is not None and digest != clip.sha256:
+        raise changed(clip.path, digest, clip.sha256)
+    return digest
+
+
+def changed(path: str, found: str, listed: str) -> ClipError:
+    """The error for a file that is not the one its list names, with both digests."""
+    return ClipError(path, "changed", f"sha256 {found}, its list names {listed}")

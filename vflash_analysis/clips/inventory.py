@@ -1,0 +1,322 @@
+"""What data is there, what is missing, and the commands that bring it; nothing is downloaded here.
+
+    vflash doctor --data --profile h100
+
+Every suite and training corpus of a profile is looked for below `VFLASH_DATA`: its metadata, the
+videos that they list, the clips that would be drawn, and the hub's commit that the files came from
+(`hf download --local-dir` leaves it beside them). A run on the suites refuses by the same look.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vflash_analysis import config, paths, strict
+from vflash_analysis.clips import corpora, frozen
+from vflash_analysis.clips.lists import Clip, read_video_list
+from vflash_analysis.clips.overlap import Evaluated
+from vflash_analysis.clips.suites import draw_clip_ids, find_dataset, load_suite, suite_videos
+from vflash_analysis.config import ClipSettings
+from vflash_analysis.errors import InputError
+
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+NO_FOLDER = "VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"
+UNSET = "$VFLASH_DATA"  # stands in commands for a folder that this machine does not name
+
+
+@dataclass(frozen=True)
+class Download:
+    """The `download` section of a description.
+
+    Attributes:
+        include: patterns of the files that are needed; None for all.
+        unpack: shell commands for the dataset's folder; None where nothing is packed.
+    """
+
+    include: tuple[str, ...] | None
+    unpack: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a description in `data/suites` or `data/training` says of its dataset as a whole.
+
+    Attributes:
+        revision: commit (or its beginning) or branch of the hub; None is the default branch.
+        gated: whether a form must be accepted before the hub hands anything out.
+        download_bytes: size of the needed files; None where nobody has stated it.
+        expected_clips: different videos, where known.
+    """
+
+    name: str
+    hub_id: str
+    revision: str | None
+    licence: str
+    gated: bool
+    download_bytes: int | None
+    expected_clips: int | None
+    download: Download
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One suite or training corpus as it is on this machine.
+
+    Attributes:
+        name: of the suite or corpus, or of a list made by hand.
+        card: None for a list made by hand.
+        folder: where its metadata are; None where they are not.
+        listed, found: videos in the metadata, and those of them whose files are there.
+        drawn, drawn_found: the same of the clips that a run uses.
+        commits: of the hub, that its files came from; empty where nothing tells.
+        faults: why a run cannot use it, a line each.
+        gaps: what a run would report and go on without, a line each.
+    """
+
+    name: str
+    card: Card | None
+    folder: Path | None = None
+    listed: int = 0
+    found: int = 0
+    drawn: int = 0
+    drawn_found: int = 0
+    commits: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing."""
+        return not self.faults and not self.gaps
+
+
+def load_card(path: Path) -> Card:
+    """Read what a description says of its dataset.
+
+    Raises:
+        InputError: a missing or mistyped key, by name.
+    """
+    keys = strict.read_yaml(path)
+    used = {field.name for field in dataclasses.fields(Card)}
+    return strict.build(Card, {k: v for k, v in keys.items() if k in used}, path.name)
+
+
+def commands(card: Card, data_root: Path | None) -> list[str]:
+    """Shell lines that download and unpack a dataset to where its adapter looks first."""
+    root = UNSET if data_root is None else str(data_root)
+    place = f'"{root}/{card.hub_id}"'
+    words = ["hf download", card.hub_id, "--repo-type dataset"]
+    if card.revision:
+        words.append(f"--revision {shlex.quote(card.revision)}")
+    words += [f"--include {shlex.quote(pattern)}" for pattern in card.download.include or ()]
+    lines = [" ".join([*words, f"--local-dir {place}"])]
+    lines += [f"(cd {place} && {command})" for command in card.download.unpack or ()]
+    if card.gated:
+        form = f"https://huggingface.co/datasets/{card.hub_id}"
+        lines.insert(0, f"# first accept the form at {form}, then: hf auth login")
+    return lines
+
+
+def hub_commits(folder: Path) -> tuple[str, ...]:
+    """Commits of the hub that the files of a folder came from, sorted.
+
+    `hf download --local-dir` keeps a small file per download whose first line is the commit.
+    """
+    found = set()
+    for path in (folder / ".cache" / "huggingface" / "download").rglob("*.metadata"):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            first = file.readline().strip()
+        if _COMMIT.fullmatch(first):
+            found.add(first)
+    return tuple(sorted(found))
+
+
+# ---------------------------------------------------------------- looking
+
+
+def take_stock(settings: ClipSettings, data_root: Path | None) -> list[Holding]:
+    """Look for every suite of a profile and for its training clips; opens no video.
+
+    Args:
+        settings: the profile's `clips`, of source "suites".
+        data_root: `VFLASH_DATA`; None where it is not set.
+    """
+    holdings, every_video = [], []
+    for name in settings.benchmarks:
+        path = paths.DATA / "suites" / f"{name}.yaml"
+        holding, videos = _look(path, data_root)
+        every_video += videos
+        if not holding.faults:
+            holding = _with_drawn(
+                holding, settings, lambda v=videos, n=name: _drawn(n, v, settings)
+            )
+        holdings.append(holding)
+    if settings.training_corpus:
+        path = paths.DATA / "training" / f"{settings.training_corpus}.yaml"
+        holding, _ = _look(path, data_root)
+    else:
+        holding = _look_for_list(settings.training_list, data_root)
+    if not holding.faults and data_root is not None:
+        evaluated = Evaluated(every_video)
+        holding = _with_drawn(holding, settings, lambda: _learnt(settings, data_root, evaluated))
+    return [*holdings, holding]
+
+
+def _look(path: Path, data_root: Path | None) -> tuple[Holding, list[Clip]]:
+    """A dataset without its draw, and its videos; what keeps it from being read is its fault."""
+    card = load_card(path)
+    if data_root is None:
+        return Holding(card.name, card, faults=(NO_FOLDER,)), []
+    suite = load_suite(path)
+    try:
+        folder = find_dataset(suite, data_root)
+        videos = suite_videos(suite, data_root)
+    except InputError as error:
+        told = str(error)
+        if card.gated:
+            told += f"; {card.hub_id} is handed out after its form has been accepted"
+        return Holding(card.name, card, faults=(told,)), []
+    commits, faults, gaps = hub_commits(folder), [], []
+    if card.revision and _COMMIT.fullmatch(card.revision):
+        others = [commit for commit in commits if not commit.startswith(card.revision)]
+        faults += [
+            f"{card.name}: files below {folder} are of commit {commit}, allowed: {card.revision}"
+            for commit in others
+        ]
+    elif len(commits) > 1:
+        gaps.append(f"{card.name}: files below {folder} are of {len(commits)} commits of the hub")
+    if card.expected_clips not in (None, len(videos)):
+        gaps.append(
+            f"{card.name}: {len(videos)} videos are listed, expected: {card.expected_clips}; "
+            "another revision draws other clips"
+        )
+    found = sum(os.path.exists(clip.path) for clip in videos)
+    holding = Holding(
+        card.name,
+        card,
+        folder,
+        len(videos),
+        found,
+        commits=commits,
+        faults=tuple(faults),
+        gaps=tuple(gaps),
+    )
+    return holding, videos
+
+
+def _look_for_list(name: str | None, data_root: Path | None) -> Holding:
+    if name is None:
+        told = f"clips.training_list: found null, allowed: {', '.join(config.corpus_names())}"
+        return Holding("training", None, faults=(f"{told}, or a JSONL file",))
+    if data_root is None:
+        return Holding(name, None, faults=(NO_FOLDER,))
+    try:
+        clips = read_video_list(data_root / name)
+    except InputError as error:
+        return Holding(name, None, faults=(str(error),))
+    found = sum(os.path.exists(clip.path) for clip in clips)
+    return Holding(name, None, data_root, len(clips), found)
+
+
+def _drawn(name: str, videos: Sequence[Clip], settings: ClipSettings) -> list[Clip]:
+    """A suite's clips of all sample seeds, each once: those of its frozen lists, else drawn."""
+    by_id = {clip.clip_id: clip for clip in videos}
+    chosen: dict[str, Clip] = {}
+    for seed in settings.sample_seeds:
+        path, wanted = frozen.list_path(name, seed), settings.clips_per_suite_all
+        if path.is_file():
+            ids = [one.clip_id for one in frozen.read_frozen(path)[:wanted]]
+        else:
+            ids = draw_clip_ids(by_id, name, seed, wanted)
+        chosen |= {clip_id: by_id[clip_id] for clip_id in ids if clip_id in by_id}
+    return list(chosen.values())
+
+
+def _learnt(settings: ClipSettings, data_root: Path, evaluated: Evaluated) -> list[Clip]:
+    learnt = corpora.training_clips(settings, data_root, evaluated)
+    return [*learnt.validation, *learnt.training]
+
+
+def _with_drawn(holding: Holding, settings: ClipSettings, draw: Any) -> Holding:
+    """The holding with its drawn clips counted; a draw without a file is a fault."""
+    try:
+        drawn = draw()
+    except InputError as error:
+        return dataclasses.replace(holding, faults=(*holding.faults, str(error)))
+    absent = [clip for clip in drawn if not os.path.exists(clip.path)]
+    n_found = len(drawn) - len(absent)
+    faults, gaps = list(holding.faults), list(holding.gaps)
+    if absent:
+        told = (
+            f"{holding.name}: {n_found} of {len(drawn)} drawn videos are there, first missing "
+            f"{absent[0].path}"
+        )
+        whole = settings.on_bad_clip == "fail" or not n_found
+        (faults if whole else gaps).append(told)
+    return dataclasses.replace(
+        holding,
+        drawn=len(drawn),
+        drawn_found=n_found,
+        faults=tuple(faults),
+        gaps=tuple(gaps),
+    )
+
+
+# ---------------------------------------------------------------- telling
+
+
+def refusals(settings: ClipSettings) -> list[str]:
+    """Why a run on the suites cannot begin, one line per cause; empty where it can."""
+    if settings.source != "suites":
+        return []
+    root = config.local_paths().get("data")
+    if root is None:
+        return [NO_FOLDER]
+    return [fault for holding in take_stock(settings, root) for fault in holding.faults]
+
+
+def free_gb(data_root: Path | None) -> float:
+    """Free disk, 1e9 bytes, where the data would go: at the folder or the nearest one above it."""
+    place = (data_root or paths.ROOT).resolve()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free / 1e9
+
+
+def as_row(holding: Holding, data_root: Path | None) -> dict[str, Any]:
+    """A holding as JSON types, with the commands for what is missing."""
+    card = holding.card
+    row: dict[str, Any] = {
+        "name": holding.name,
+        "hub_id": card and card.hub_id,
+        "licence": card and card.licence,
+        "gated": card and card.gated,
+        "revision": card and card.revision,
+        "commits": list(holding.commits),
+        "download_bytes": card and card.download_bytes,
+        "folder": str(holding.folder) if holding.folder else None,
+        "videos_expected": card and card.expected_clips,
+    }
+    for name in ("listed", "found", "drawn", "drawn_found"):
+        row[name] = getattr(holding, name)
+    row |= {"faults": list(holding.faults), "gaps": list(holding.gaps)}
+    wanted = card is not None and not holding.complete
+    return row | {"commands": commands(card, data_root) if card and wanted else []}
+
+
+def disk_line(holdings: Sequence[Holding], data_root: Path | None) -> str:
+    """What is still to be downloaded against the free disk."""
+    lacking = [h.card for h in holdings if h.card and not h.complete]
+    known = sum(card.download_bytes or 0 for card in lacking) / 1e9
+    unknown = [card.name for card in lacking if card.download_bytes is None]
+    more = f", and {', '.join(unknown)} of unknown size" if unknown else ""
+    twice = "; packed ones need as much again while they are unpacked" if known else ""
+    return f"to download {known:.0f} GB{more}{twice}; free {free_gb(data_root):.0f} GB"
