@@ -239,6 +239,7 @@ def test_a_run_begins_where_only_some_videos_lack_or_the_clips_are_done(videos, 
 def test_freeze_writes_the_lists_and_says_so(videos):
     hub.make_suites(videos)
     words = ["clips", "freeze", "--profile", "smoke", *ON_SUITES, "--json"]
+    words += ["--set", f"clips.frozen_lists={paths.DATA / 'suites' / 'lists'}"]
     states = [[row["state"] for row in last_json(call(*words)[1])["lists"]] for _ in range(2)]
     assert states == [["written"] * 2, ["unchanged"] * 2]
 

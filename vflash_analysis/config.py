@@ -58,6 +58,8 @@ class ClipSettings:
     target_evaluation_clips: Annotated[int, Bounds(0)]
     # a corpus of data/training, or a .jsonl of video + prompt under VFLASH_DATA; null: generated
     training_list: str | None = None
+    # folder of frozen lists, from the checkout, which a run on suites replays; null: draw anew
+    frozen_lists: str | None = None
 
     @property
     def training_corpus(self) -> str | None:

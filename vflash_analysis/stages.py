@@ -63,6 +63,7 @@ _CLIP_LISTS = (
     "clips.validation_clips",
     "clips.target_evaluation_clips",
     "clips.training_list",
+    "clips.frozen_lists",
     "clips.on_bad_clip",
 )
 _TARGET = (
@@ -271,6 +272,9 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
         files.append(("target", config.target_folder(profile.target)))
     if stage.name == "clips" and profile.clips.source == "suites":
         files.append(("suites", paths.DATA / "suites"))
+        lists = paths.ROOT / (profile.clips.frozen_lists or "")
+        if profile.clips.frozen_lists and lists.is_dir():
+            files.append(("frozen_lists", lists))
         if profile.clips.training_corpus:
             described = paths.DATA / "training" / f"{profile.clips.training_corpus}.yaml"
             files.append(("training_corpus", described))

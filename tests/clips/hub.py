@@ -29,6 +29,7 @@ SETTINGS: ClipSettings = replace(
     training_clips=5,
     validation_clips=2,
     training_list="LLaVA-Video-178K",
+    frozen_lists="data/suites/lists",
 )
 
 

@@ -16,7 +16,7 @@ from vflash_analysis import paths
 from vflash_analysis.clips import frozen, prepare
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
-from vflash_analysis.clips.suites import draw_clip_ids
+from vflash_analysis.clips.suites import draw_clips, load_suite, suite_videos
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file
 
@@ -27,6 +27,7 @@ NAMES = ("VDC-0", "VDC-1", "LVB-0", "LVB-1")
 @pytest.fixture
 def data(tmp_path, monkeypatch) -> Path:
     """The videos' folder; descriptions, lists and digests are the test's own."""
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.setattr(paths, "DATA", hub.copy_descriptions(tmp_path / "data"))
     monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
     monkeypatch.setenv("VFLASH_DATA", str(tmp_path / "videos"))
@@ -48,8 +49,9 @@ def test_a_list_names_each_drawn_clip_by_file_bytes_digest_and_prompt(data):
     assert set(told["state"]) == {"written"} and set(told["clips"]) == {4}
     assert set(lists()) == set(NAMES)
     rows = [json.loads(line) for line in lists()["VDC-1"].decode().splitlines()]
-    ids = [f"v_Desc000000{i}" for i in range(8)]
-    assert [row["clip_id"] for row in rows] == draw_clip_ids(ids, "VDC", 1, 4)
+    videos = suite_videos(load_suite(paths.DATA / "suites" / "VDC.yaml"), data)
+    drawn = [clip.clip_id for clip in draw_clips(videos, "VDC", 1, 4)]
+    assert [row["clip_id"] for row in rows] == drawn
     name = rows[0]["clip_id"]
     assert rows[0] == {
         "clip_id": name,
@@ -59,6 +61,12 @@ def test_a_list_names_each_drawn_clip_by_file_bytes_digest_and_prompt(data):
         "prompt_sha256": hashlib.sha256(f"What of {name}?".encode()).hexdigest(),
     }
     assert len({row["clip_id"] for row in rows}) == 4  # distinct videos
+
+
+def test_without_a_folder_for_lists_nothing_is_frozen(data):
+    settings = dataclasses.replace(SETTINGS, frozen_lists=None)
+    with pytest.raises(InputError, match=r"clips\.frozen_lists: found null, allowed with freeze"):
+        frozen.freeze(settings, data, io.StringIO())
 
 
 def test_freezing_again_reads_nothing_and_gives_the_same_bytes(data, monkeypatch):
@@ -119,7 +127,7 @@ def test_generated_clips_are_not_frozen(data):
 
 def test_a_tracked_list_is_replayed_though_the_rule_would_draw_others(data, tmp_path, capsys):
     freeze(data)
-    path = frozen.list_path("VDC", 0)
+    path = frozen.list_path(SETTINGS, "VDC", 0)
     lines = path.read_text().splitlines(keepends=True)
     drawn = [json.loads(line)["clip_id"] for line in lines]
     other = next(i for i in (f"v_Desc000000{i}" for i in range(8)) if i not in drawn)
@@ -191,7 +199,7 @@ def test_only_clips_of_a_frozen_list_must_be_one_file(data):
 )
 def test_a_list_of_another_revision_or_form_is_refused_by_name(data, tmp_path, change, named):
     freeze(data)
-    path = frozen.list_path("VDC", 0)
+    path = frozen.list_path(SETTINGS, "VDC", 0)
     first, *rest = path.read_text().splitlines()
     row = json.loads(first)
     path.write_text("\n".join([json.dumps(row | change), *rest]) + "\n")
@@ -210,7 +218,7 @@ def test_a_list_shorter_than_asked_for_and_an_id_twice_are_refused(data, tmp_pat
     fewer = dataclasses.replace(SETTINGS, clips_per_suite_all=3)
     prepare.prepare_lists(fewer, tmp_path / "out")
     assert len(prepare.suite_list(tmp_path / "out", "VDC", 0, 9)) == 3
-    path = frozen.list_path("VDC", 0)
+    path = frozen.list_path(SETTINGS, "VDC", 0)
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
     with pytest.raises(InputError, match="twice"):
         prepare.prepare_lists(SETTINGS, tmp_path / "out")

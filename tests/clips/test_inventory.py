@@ -14,7 +14,7 @@ from tests.clips import hub
 from vflash_analysis import paths
 from vflash_analysis.clips import frozen, inventory
 from vflash_analysis.clips.inventory import Card, Download
-from vflash_analysis.clips.suites import draw_clip_ids
+from vflash_analysis.clips.suites import draw_clips, load_suite, suite_videos
 
 SETTINGS = hub.SETTINGS
 COMMIT = "7b18ca2" + 33 * "0"
@@ -23,6 +23,7 @@ NAMES = [f"ytb_Training{i:03d}" for i in range(9)]
 
 @pytest.fixture
 def data(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.setattr(paths, "DATA", hub.copy_descriptions(tmp_path / "data"))
     monkeypatch.setenv("VFLASH_DATA", str(tmp_path / "videos"))
     hub.make_suites(tmp_path / "videos")
@@ -59,7 +60,8 @@ def test_all_that_is_there_is_counted_and_nothing_is_at_fault(data):
 
 
 def test_missing_drawn_videos_are_a_gap_under_skip_and_a_fault_under_fail_or_when_all_lack(data):
-    name = draw_clip_ids([f"Long_vid-0{i}" for i in range(8)], "LVB", 0, 4)[0]
+    videos = suite_videos(load_suite(paths.DATA / "suites" / "LVB.yaml"), data)
+    name = draw_clips(videos, "LVB", 0, 4)[0].clip_id
     file = data / hub.LVB / "videos" / f"{name}.mp4"
     file.unlink()
     skip, fail = stock(data)["LVB"], stock(data, on_bad_clip="fail")["LVB"]
@@ -72,7 +74,7 @@ def test_missing_drawn_videos_are_a_gap_under_skip_and_a_fault_under_fail_or_whe
 
 
 def test_drawn_clips_are_those_of_a_frozen_list(data):
-    path = frozen.list_path("LVB", 0)
+    path = frozen.list_path(SETTINGS, "LVB", 0)
     one = frozen.FrozenClip("Long_vid-00", "videos/Long_vid-00.mp4", 1, "0" * 64, "0" * 64)
     hub.put(path, one.line().encode())
     assert stock(data, sample_seeds=(0,))["LVB"].drawn == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from vflash_analysis.clips.suites import (
     DESCRIPTION_PROMPT,
     Suite,
     Task,
-    draw_clip_ids,
+    by_rank,
+    draw_clips,
     load_suite,
     load_suites,
     suite_clips,
@@ -329,12 +330,18 @@ def test_a_folder_without_descriptions_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- draws and missing clips
 
 
+def draw_ids(ids: Iterable[str], name: str, seed: int, n_clips: int) -> list[str]:
+    """The drawn ids of clips that are a video each."""
+    clips = [Clip(clip_id, name, "test", f"/videos/{clip_id}", "?") for clip_id in ids]
+    return [clip.clip_id for clip in draw_clips(clips, name, seed, n_clips)]
+
+
 def test_a_draw_is_the_lowest_hashes_and_nothing_else() -> None:
     ids = [f"clip{i}" for i in range(40)]
     by_hand = sorted(ids, key=lambda i: hashlib.sha256(f"VDC/2/{i}".encode()).hexdigest())
-    assert draw_clip_ids(reversed(ids), "VDC", 2, 7) == by_hand[:7]
+    assert draw_ids(reversed(ids), "VDC", 2, 7) == by_hand[:7]
     # Pinned: a change here changes the clips of every finished run.
-    assert draw_clip_ids(["a", "b", "c", "d", "e"], "VDC", 0, 3) == ["a", "b", "d"]
+    assert draw_ids(["a", "b", "c", "d", "e"], "VDC", 0, 3) == ["a", "b", "d"]
 
 
 @given(
@@ -346,16 +353,32 @@ def test_draws_are_distinct_ordered_and_nested(
     ids: set[str], seed: int, data: st.DataObject
 ) -> None:
     n = data.draw(st.integers(1, len(ids)))
-    drawn = draw_clip_ids(ids, "LVB", seed, n)
+    drawn = draw_ids(ids, "LVB", seed, n)
     assert len(set(drawn)) == n and set(drawn) <= ids
-    assert drawn == draw_clip_ids(sorted(ids, reverse=True) * 2, "LVB", seed, n)
-    assert draw_clip_ids(ids, "LVB", seed, len(ids))[:n] == drawn
+    assert drawn == draw_ids(sorted(ids, reverse=True) * 2, "LVB", seed, n)
+    assert draw_ids(ids, "LVB", seed, len(ids))[:n] == drawn
+
+
+def test_two_stretches_of_a_video_are_not_both_drawn() -> None:
+    """MVBench's main revision cuts several clips from one video; 50 clips are 50 videos."""
+    clips = [
+        Clip(f"{video}@{start}", "MVBench", "test", f"/videos/{video}", "?", start_s=start)
+        for video in "abcd"
+        for start in (0.0, 5.0, 9.0)
+    ]
+    drawn = draw_clips(clips, "MVBench", 0, 4)
+    assert sorted(clip.path for clip in drawn) == [f"/videos/{video}" for video in "abcd"]
+    ranked = by_rank(clips, "MVBench", 0)
+    assert drawn[0] == ranked[0]
+    assert all(next(c for c in ranked if c.path == one.path) == one for one in drawn)
+    with pytest.raises(InputError, match=r"5 clips asked for; it has 4 videos, .* 1 to 4"):
+        draw_clips(clips, "MVBench", 0, 5)
 
 
 def test_seeds_and_suites_draw_differently() -> None:
     ids = [str(i) for i in range(500)]
     draws = {
-        (name, seed): tuple(draw_clip_ids(ids, name, seed, 50))
+        (name, seed): tuple(draw_ids(ids, name, seed, 50))
         for name in ("VDC", "LVB")
         for seed in range(3)
     }
@@ -365,7 +388,7 @@ def test_seeds_and_suites_draw_differently() -> None:
 @pytest.mark.parametrize("n_clips", [0, -1, 4])
 def test_a_draw_larger_than_the_suite_is_refused(n_clips: int) -> None:
     with pytest.raises(InputError, match="1 to 3"):
-        draw_clip_ids(["a", "b", "c"], "VDC", 0, n_clips)
+        draw_ids(["a", "b", "c"], "VDC", 0, n_clips)
 
 
 def test_a_missing_clip_keeps_its_place_and_is_reported_by_name(tmp_path: Path) -> None:

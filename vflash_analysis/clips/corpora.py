@@ -2,9 +2,9 @@
 
 `clips.training_list` names either: `LLaVA-Video-178K` is `data/training/LLaVA-Video-178K.yaml`, and
 `training.jsonl` is a file of video + prompt lines below `VFLASH_DATA`. Both are put in order by the
-rule by which suites are drawn, lowest hash first (`suites.draw_clip_ids`), so neither the order of
-rows nor which files are there decides what is learnt from. Validation takes the first clips and
-training the next, so more training clips contain fewer ones.
+rule by which suites are drawn, lowest hash first (`suites.by_rank`), so neither the order of rows
+nor which files are there decides what is learnt from. Validation takes the first clips and training
+the next of other videos, so more training clips contain fewer ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from vflash_analysis import config, paths
 from vflash_analysis.clips.lists import Clip, read_video_list
 from vflash_analysis.clips.overlap import Evaluated, Overlap, check_disjoint, without_overlaps
-from vflash_analysis.clips.suites import Suite, draw_clip_ids, load_suite, suite_videos
+from vflash_analysis.clips.suites import Suite, by_rank, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 
@@ -42,14 +42,6 @@ def load_corpus(name: str) -> Suite:
     return load_suite(paths.DATA / "training" / f"{name}.yaml")
 
 
-def in_order(clips: Sequence[Clip], name: str) -> list[Clip]:
-    """Clips of a corpus by rank: lowest SHA-256 of "name/DRAW_SEED/clip_id" first."""
-    by_id = {clip.clip_id: clip for clip in clips}
-    if not by_id:
-        return []
-    return [by_id[i] for i in draw_clip_ids(by_id, name, DRAW_SEED, len(by_id))]
-
-
 def training_clips(settings: ClipSettings, data_root: Path, evaluated: Evaluated) -> TrainingClips:
     """Draw what a drafter learns from and is validated on.
 
@@ -67,20 +59,31 @@ def training_clips(settings: ClipSettings, data_root: Path, evaluated: Evaluated
             'clips.training_list: found null, allowed with source "suites": '
             f"{', '.join(config.corpus_names())}, or a JSONL file"
         )
-    n_validation = settings.validation_clips
-    wanted = settings.training_clips + n_validation
+    wanted = settings.training_clips + settings.validation_clips
     left_out: list[Overlap] = []
     if corpus is None:
         # The file's own name stays out of the rule: a renamed list is drawn alike.
-        taken = in_order(read_video_list(data_root / name), "custom")[:wanted]
-        check_disjoint(taken, evaluated)
+        usable = by_rank(read_video_list(data_root / name), "custom", DRAW_SEED)
+        validation, training = _split(usable, settings)
+        check_disjoint([*validation, *training], evaluated)
     else:
-        ranked = in_order(suite_videos(load_corpus(corpus), data_root), corpus)
-        taken, left_out = without_overlaps(ranked, evaluated, wanted)
-    if len(taken) < wanted:
+        ranked = by_rank(suite_videos(load_corpus(corpus), data_root), corpus, DRAW_SEED)
+        # More are looked at than wanted: some videos of the validation come again below it.
+        usable, left_out = without_overlaps(ranked, evaluated, 2 * wanted)
+        validation, training = _split(usable, settings)
+    found = len(validation) + len(training)
+    if found < wanted:
         less = f" beside the {len(left_out)} that suites share" if left_out else ""
         raise InputError(
-            f"clips.training_clips: found {len(taken)} clips in {name}{less}, allowed: {wanted} or "
+            f"clips.training_clips: found {found} clips in {name}{less}, allowed: {wanted} or "
             "more (training and validation)"
         )
-    return TrainingClips(taken[n_validation:], taken[:n_validation], left_out)
+    return TrainingClips(training, validation, left_out)
+
+
+def _split(ranked: Sequence[Clip], settings: ClipSettings) -> tuple[list[Clip], list[Clip]]:
+    """The first clips for validation, then those of other videos for training."""
+    validation = list(ranked[: settings.validation_clips])
+    held = {clip.path for clip in validation}
+    rest = [clip for clip in ranked[settings.validation_clips :] if clip.path not in held]
+    return validation, rest[: settings.training_clips]

@@ -69,9 +69,11 @@ class FrozenClip:
         return json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n"
 
 
-def list_path(benchmark: str, sample_seed: int) -> Path:
-    """Where the frozen list of a suite and sample seed is tracked."""
-    return paths.DATA / "suites" / "lists" / f"{benchmark}-{sample_seed}.jsonl"
+def list_path(settings: ClipSettings, benchmark: str, sample_seed: int) -> Path | None:
+    """Where the frozen list of a suite and sample seed lies; None where every run draws anew."""
+    if settings.frozen_lists is None:
+        return None
+    return paths.ROOT / settings.frozen_lists / f"{benchmark}-{sample_seed}.jsonl"
 
 
 def read_frozen(path: Path) -> list[FrozenClip]:
@@ -156,6 +158,8 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
             f'clips.source: found "{settings.source}", allowed with freeze: "suites"; generated '
             "clips are the same bytes on every machine"
         )
+    if settings.frozen_lists is None:
+        raise InputError("clips.frozen_lists: found null, allowed with freeze: a folder")
     described = load_suites(paths.DATA / "suites")
     drawn: dict[tuple[str, int], list[Clip]] = {}
     folders: dict[str, Path] = {}
@@ -174,7 +178,8 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
     rows = []
     for (benchmark, seed), clips in drawn.items():
         lines = [_frozen(clip, folders[benchmark], sha256[clip.path]).line() for clip in clips]
-        path, text = list_path(benchmark, seed), "".join(lines)
+        path, text = list_path(settings, benchmark, seed), "".join(lines)
+        assert path is not None  # refused above
         before = path.read_text(encoding="utf-8") if path.is_file() else None
         state = "written" if before is None else "unchanged" if before == text else "replaced"
         write_text_atomic(path, text)

@@ -23,7 +23,7 @@ from vflash_analysis import config, paths, strict
 from vflash_analysis.clips import corpora, frozen
 from vflash_analysis.clips.lists import Clip, read_video_list
 from vflash_analysis.clips.overlap import Evaluated
-from vflash_analysis.clips.suites import draw_clip_ids, find_dataset, load_suite, suite_videos
+from vflash_analysis.clips.suites import draw_clips, find_dataset, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 
@@ -231,11 +231,11 @@ def _drawn(name: str, videos: Sequence[Clip], settings: ClipSettings) -> list[Cl
     by_id = {clip.clip_id: clip for clip in videos}
     chosen: dict[str, Clip] = {}
     for seed in settings.sample_seeds:
-        path, wanted = frozen.list_path(name, seed), settings.clips_per_suite_all
-        if path.is_file():
+        path, wanted = frozen.list_path(settings, name, seed), settings.clips_per_suite_all
+        if path is not None and path.is_file():
             ids = [one.clip_id for one in frozen.read_frozen(path)[:wanted]]
         else:
-            ids = draw_clip_ids(by_id, name, seed, wanted)
+            ids = [clip.clip_id for clip in draw_clips(videos, name, seed, wanted)]
         chosen |= {clip_id: by_id[clip_id] for clip_id in ids if clip_id in by_id}
     return list(chosen.values())
 

@@ -76,18 +76,16 @@ def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[
         videos[benchmark] = {clip.clip_id: clip for clip in every}
     drawn: dict[str, list[Clip]] = {}
     for benchmark, seed in itertools.product(settings.benchmarks, settings.sample_seeds):
-        path = frozen.list_path(benchmark, seed)
-        if path.is_file():
+        path = frozen.list_path(settings, benchmark, seed)
+        if path is not None and path.is_file():
             place = suites.find_dataset(described[benchmark], data_root)
             listed = _first(frozen.read_frozen(path), path, settings.clips_per_suite_all)
             clips = frozen.replayed(listed, path, videos[benchmark], place)
             write_text_atomic(folder / f"frozen-{path.name}", path.read_text(encoding="utf-8"))
             print(f"{benchmark}, seed {seed}: replays {paths.relative_to_root(path)}")
         else:
-            ids = suites.draw_clip_ids(
-                videos[benchmark], benchmark, seed, settings.clips_per_suite_all
-            )
-            clips = [videos[benchmark][clip_id] for clip_id in ids]
+            every = list(videos[benchmark].values())
+            clips = suites.draw_clips(every, benchmark, seed, settings.clips_per_suite_all)
         drawn[_suite_key(benchmark, seed)] = clips
     _verify(_each_once([clip for clips in drawn.values() for clip in clips]), settings, folder)
     every_video = [clip for of_suite in videos.values() for clip in of_suite.values()]

@@ -353,35 +353,42 @@ def _find_file(roots: Sequence[Path], video: Video, extensions: Sequence[str]) -
     return os.path.abspath(next((name for name in names if is_there(name)), names[0]))
 
 
-def draw_clip_ids(
-    clip_ids: Iterable[str], benchmark: str, sample_seed: int, n_clips: int
-) -> list[str]:
-    """Draw the ids with the lowest SHA-256 of "benchmark/sample_seed/clip_id", lowest first.
+def by_rank(clips: Iterable[Clip], name: str, seed: int) -> list[Clip]:
+    """Clips by the SHA-256 of "name/seed/clip_id", lowest first, each id once.
 
-    The draw depends on nothing else: not on the order of rows, on a random library's version, or on
-    which files are there. A shorter draw is the beginning of a longer one. Draws of different seeds
-    may share clips.
+    The order depends on nothing else: not on the order of rows, on a random library's version, or
+    on which files are there.
+    """
+
+    def rank(clip: Clip) -> str:
+        return hashlib.sha256(f"{name}/{seed}/{clip.clip_id}".encode()).hexdigest()
+
+    return sorted({clip.clip_id: clip for clip in clips}.values(), key=rank)
+
+
+def draw_clips(clips: Iterable[Clip], benchmark: str, sample_seed: int, n_clips: int) -> list[Clip]:
+    """Draw clips of different videos: the first of each video in the order of `by_rank`.
+
+    A shorter draw is the beginning of a longer one. Draws of different seeds may share clips.
 
     Raises:
-        InputError: fewer different ids than asked for.
+        InputError: fewer videos than asked for.
     """
-    different = set(clip_ids)
-    if not 1 <= n_clips <= len(different):
+    of_video: dict[str, Clip] = {}
+    for clip in by_rank(clips, benchmark, sample_seed):
+        of_video.setdefault(clip.path, clip)  # where bounds cut a video, one stretch of it
+    if not 1 <= n_clips <= len(of_video):
         raise InputError(
-            f"{benchmark}: {n_clips} clips asked for; it has {len(different)}, so "
-            f"allowed are 1 to {len(different)}"
+            f"{benchmark}: {n_clips} clips asked for; it has {len(of_video)} videos, so "
+            f"allowed are 1 to {len(of_video)}"
         )
-
-    def rank(clip_id: str) -> str:
-        return hashlib.sha256(f"{benchmark}/{sample_seed}/{clip_id}".encode()).hexdigest()
-
-    return sorted(different, key=rank)[:n_clips]
+    return list(of_video.values())[:n_clips]
 
 
 def suite_clips(
     suite: Suite, data_root: str | os.PathLike[str], sample_seed: int, n_clips: int
 ) -> list[Clip]:
-    """Return the fixed clip list of a suite and sample seed, in the order of `draw_clip_ids`.
+    """Return the fixed clip list of a suite and sample seed (see `draw_clips`).
 
     Clips whose file is not there stay in the list, so that a run reports them by name ("missing")
     and a partly downloaded suite never shifts the draw.
@@ -389,5 +396,4 @@ def suite_clips(
     Raises:
         InputError: folder or metadata missing or not as described, or fewer videos than asked for.
     """
-    clips = {clip.clip_id: clip for clip in suite_videos(suite, data_root)}
-    return [clips[i] for i in draw_clip_ids(clips, suite.name, sample_seed, n_clips)]
+    return draw_clips(suite_videos(suite, data_root), suite.name, sample_seed, n_clips)
