@@ -416,7 +416,7 @@ def test_the_cache_keyword_is_found_in_either_spelling():
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 def test_either_spelling_fills_the_cache(keyword):
     target = tiny_target(22)
-    target._cache_keyword = keyword
+    target.cache_keyword = keyword
     cache = target.new_cache(12, 1)
     target.prefill(torch.full((12,), 8), None, cache)
     assert cache.length == 12
@@ -424,7 +424,7 @@ def test_either_spelling_fills_the_cache(keyword):
 
 def test_a_misspelt_keyword_cannot_pass():
     target = tiny_target(22)
-    target._cache_keyword = "kache"
+    target.cache_keyword = "kache"
     with pytest.raises(RuntimeError, match="did not use the cache"):
         target.prefill(torch.full((12,), 8), None, target.new_cache(12, 1))
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from vflash_analysis.model.attention import HF_NAME, NAME, backend_mask, registe
 from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
+
+if TYPE_CHECKING:
+    from vflash_analysis.model.compiled import CompiledTarget
 
 VISION_FRAMES_PER_CHUNK = 16
 VIDEO_MODELS = ("llava_onevision",)  # vision sides implemented by `Target.encode_video`
@@ -112,7 +115,8 @@ class Target:
         self.device: torch.device = weight.device
         if self.dtype == torch.float64:
             text_stack.widen_norms(self.text_model)
-        self._cache_keyword = text_stack.cache_keyword(self.text_model.forward)
+        self.cache_keyword = text_stack.cache_keyword(self.text_model.forward)
+        self.compiled: CompiledTarget | None = None  # set where the profile asks for it
         self.video_token_id: int = model.config.video_token_id
         self.image_token_id: int = model.config.image_token_id
         vision = model.config.vision_config
@@ -141,6 +145,7 @@ class Target:
             "text_model": self.text_config.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
+            "compiled": self.compiled is not None,
             "device": str(self.device),
             "parameters": parameters,
             "weight_bytes": parameters * self.dtype.itemsize,
@@ -231,15 +236,23 @@ class Target:
     ) -> KVCache:
         """An empty cache that fits the prompt, the new tokens and one block being verified.
 
+        Of a compiled target it is the same one again and again (see `CompiledTarget.cache`).
+
         Raises:
             InputError: see `check_lengths`.
         """
         self.check_lengths(prompt_tokens, max_new_tokens)
+        if self.compiled is not None:
+            return self.compiled.cache(prompt_tokens, max_new_tokens + verify_rows)
+        return self.allocate_cache(prompt_tokens + max_new_tokens + verify_rows)
+
+    def allocate_cache(self, capacity: int) -> KVCache:
+        """An empty cache of so many rows."""
         return KVCache(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
-            prompt_tokens + max_new_tokens + verify_rows,
+            capacity,
             self.dtype,
             self.device,
         )
@@ -375,7 +388,7 @@ class Target:
             "attention_mask": {"full_attention": prepared},
             "position_ids": position_ids[None],
             "use_cache": True,
-            self._cache_keyword: cache,
+            self.cache_keyword: cache,
         }
         if tapped is None:
             hidden = self.text_model(**arguments).last_hidden_state
