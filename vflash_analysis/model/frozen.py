@@ -9,6 +9,7 @@ autoregressive step costs less than one of `generate`'s. `target.py` loads one f
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,11 +23,13 @@ from vflash_analysis.model.attention import HF_NAME, NAME, backend_mask, registe
 from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
+from vflash_analysis.model.text_stack import mlp_in_parts
 
 if TYPE_CHECKING:
     from vflash_analysis.model.compiled import CompiledTarget
 
 VISION_FRAMES_PER_CHUNK = 16
+LONG_PROMPT = 4096  # rows; a longer prompt's MLPs run on so many at a time, see `mlp_in_parts`
 VIDEO_MODELS = ("llava_onevision",)  # vision sides implemented by `Target.encode_video`
 ATTENTIONS = (NAME, "sdpa", "eager")
 
@@ -327,7 +330,10 @@ class Target:
             embeds = self.embedding(input_ids)
             if features is not None:
                 embeds[input_ids == self.video_token_id] = features.to(embeds.dtype)
-            hidden = self._decoder(embeds, None, None, cache, tap_layer_ids, tapped)
+                del features
+            long = len(input_ids) > LONG_PROMPT
+            with mlp_in_parts(self.text_model, LONG_PROMPT) if long else nullcontext():
+                hidden = self._decoder(embeds, None, None, cache, tap_layer_ids, tapped)
             logits = self.lm_head(hidden[-1])
         done = self._clock()
         if not bool(torch.isfinite(logits).all()):

@@ -346,9 +346,10 @@ class VFlashDrafter(PreTrainedModel):
             position_ids: (B, C)
             cache: the drafter's cache.
         """
-        keys_values = self.context_keys_values(self.project(context_hidden_states), position_ids)
-        for number, (keys, values) in enumerate(keys_values):
-            cache.update(keys, values, number)
+        context = self.project(context_hidden_states)
+        cos, sin = self.rotary(position_ids)
+        for number, layer in enumerate(self.drafter_layers):
+            cache.update(*layer.self_attn.keys_values(context, cos, sin), number)
 
     def context_keys_values(
         self, context_hidden: torch.Tensor, context_positions: torch.Tensor
