@@ -17,6 +17,7 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from vflash_analysis.errors import InputError
+from vflash_analysis.model import frozen
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.taps import check_tap_layers, default_tap_layers
 from vflash_analysis.model.target import Target
@@ -145,6 +146,24 @@ def test_vision_encoding_does_not_depend_on_chunks():
     for size in (1, 2, 3):
         torch.testing.assert_close(target.encode_video(pixels, size), whole, atol=1e-12, rtol=0)
     assert torch.equal(whole[-1], target.model.model.image_newline)
+
+
+def test_a_long_prompts_mlps_run_on_a_few_rows_at_a_time(monkeypatch):
+    target = tiny_target(9)
+    input_ids, pixels = tiny_prompt(target, 9)
+    seen, results = [], []
+    target.text_model.layers[0].mlp.gate_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].shape[1])
+    )
+    for limit in (len(input_ids), 10):
+        monkeypatch.setattr(frozen, "LONG_PROMPT", limit)
+        cache = target.new_cache(len(input_ids), 1)
+        results.append(target.prefill(input_ids, pixels, cache, (0, 2)))
+    assert seen == [len(input_ids), 10, 10, len(input_ids) - 20]
+    torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-11, rtol=0)
+    torch.testing.assert_close(results[0].tapped, results[1].tapped, atol=1e-11, rtol=0)
+    target.forward(input_ids[:1], None, cache)
+    assert seen[4:] == [1] and "forward" not in vars(target.text_model.layers[0].mlp)
 
 
 def test_the_clip_changes_the_logits():
