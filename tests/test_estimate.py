@@ -24,8 +24,9 @@ def test_memory_to_decode_the_papers_setting():
     assert parts["drafters (2)"] == 2 * 2 * 983_601_152
     assert parts["drafter's KV cache"] == 2 * 4 * 4 * 128 * 2 * (25_119 + 256 + 16)
     assert parts["pixels"] == 128 * 3 * 384 * 384 * 2
-    # the decoder's MLP over the prompt outweighs a chunk of 16 frames in the vision tower
-    assert parts["prefill or a vision chunk"] == 25_119 * (4 * 3584 + 3 * 18944) * 2
+    # the MLPs of a decoder layer, 4,096 rows at a time, outweigh a chunk of 16 frames in vision
+    inner = 4_096 * 3 * 18_944
+    assert parts["prefill or a vision chunk"] == 2 * (25_119 * 5 * 3584 + inner)
 
 
 def test_an_autoregressive_step_takes_what_the_page_prints():
@@ -84,7 +85,7 @@ def test_what_is_told(monkeypatch, tmp_path):
     told = estimate.describe(H100_PROFILE)
     assert told is not None
     assert told["notes"][0].startswith(
-        "memory to decode: 26.1 GB (weights 16.1 GB, drafters (2) 3.9"
+        "memory to decode: 23.8 GB (weights 16.1 GB, drafters (2) 3.9"
     )
     assert "hours on one H100 SXM, estimated" in told["notes"][-1]
     assert [row["stage"] for row in told["stages"]] == ["continuations", "drafter", "decode"]

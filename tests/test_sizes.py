@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from tests.tiny import (
 )
 from vflash_analysis import sizes
 from vflash_analysis.errors import InputError
+from vflash_analysis.model import frozen
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.sizes import (
@@ -176,7 +178,7 @@ def test_sizes_of_what_is_held_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize(("frames", "wide"), [(8, 269), (40, 269), (40, 500)])
-def test_peaks_of_vision_and_prefill_as_measured(frames, wide, tmp_path):
+def test_peaks_of_vision_and_prefill_as_measured(frames, wide, tmp_path, monkeypatch):
     """Proportions of the 7B at small widths; what is left out, logits and masks, is small there."""
     config = tiny_config(q_heads=14, head_dim=16, max_positions=4096).to_dict()
     config["text_config"]["intermediate_size"] = 1184
@@ -200,10 +202,14 @@ def test_peaks_of_vision_and_prefill_as_measured(frames, wide, tmp_path):
     target.encode_video = lambda _: features  # type: ignore[method-assign]
     features = torch.zeros(frames * 36 + 1, target.hidden_size)
     prompt = target.build_prompt("what happens", frames)
-    cache = target.new_cache(len(prompt), 8)
-    prefill = traced(lambda: target.prefill(prompt, pixels, cache, (1,)))
-    expected = sizes.prefill_bytes(shape, len(prompt), 4) + len(prompt) * target.hidden_size * 4
-    assert prefill.peak == pytest.approx(expected, rel=0.02)
+    for rows in (4096, 512, 64):  # the whole MLP at once, parts of it, so few that attention counts
+        monkeypatch.setattr(frozen, "LONG_PROMPT", rows)
+        monkeypatch.setattr(sizes, "LONG_PROMPT", rows)
+        cache = target.new_cache(len(prompt), 8)
+        prefill = traced(functools.partial(target.prefill, prompt, pixels, cache, (1,)))
+        tapped = len(prompt) * target.hidden_size * 4
+        expected = sizes.prefill_bytes(shape, len(prompt), 4) + tapped
+        assert prefill.peak == pytest.approx(expected, rel=0.05)
 
 
 def test_a_roofline_takes_the_slower_of_reading_and_computing():

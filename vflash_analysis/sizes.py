@@ -20,6 +20,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json
 
 FRAMES_PER_CHUNK = 16  # frames of one pass through the vision tower
+LONG_PROMPT = 4096  # rows; a longer prompt's MLPs run on so many at a time
 
 
 @dataclass(frozen=True)
@@ -287,10 +288,15 @@ def pixel_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
 def prefill_bytes(shape: TargetShape, rows: int, itemsize: int) -> int:
     """Most bytes that a prefill of `rows` positions holds beyond weights, cache and taps.
 
-    In the MLP of a decoder layer: embedded inputs, the layer's input, the residual, its norm, and
-    gate, up and their product.
+    The more of two places in a decoder layer. Around its MLP: embedded inputs, the layer's input,
+    the residual and its norm; inside it gate, up and their product, of `LONG_PROMPT` rows at a time,
+    beside the outputs of earlier ones. In its attention: those four, queries before and after
+    rotation and the output, keys and values.
     """
-    return rows * (4 * shape.hidden_size + 3 * shape.intermediate_size) * itemsize
+    hidden, keys = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
+    inner = min(rows, LONG_PROMPT) * 3 * shape.intermediate_size
+    around = rows * hidden * (5 if rows > LONG_PROMPT else 4)
+    return max(around + inner, rows * (7 * hidden + 3 * keys)) * itemsize
 
 
 # ---------------------------------------------------------------- one forward

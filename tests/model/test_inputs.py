@@ -20,6 +20,7 @@ from tests.tiny import (
     tiny_target,
 )
 from vflash_analysis.errors import InputError
+from vflash_analysis.model import inputs
 from vflash_analysis.model.inputs import FramePreprocessing, pixel_values, prompt_text
 
 CPU = torch.device("cpu")
@@ -68,6 +69,14 @@ def test_frames_of_the_right_size_are_only_scaled():
         rtol=0,
     )
     assert pixels[0, 0, :, 1, 1].tolist() == [-1.0, -1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pixels_do_not_depend_on_the_frames_prepared_together(monkeypatch, dtype):
+    frames = tiny_frames(2, 2 * inputs.FRAMES_AT_ONCE + 1)
+    pixels = pixel_values(frames, PREPROCESSING, dtype, CPU)
+    monkeypatch.setattr(inputs, "FRAMES_AT_ONCE", len(frames))
+    assert torch.equal(pixels, pixel_values(frames, PREPROCESSING, dtype, CPU))
 
 
 def test_arrays_are_taken_and_overshoot_is_clamped():

@@ -525,22 +525,6 @@ def test_the_text_config_hash_covers_what_a_drafter_relies_on():
     assert text_config_sha256(tiny_config(num_layers=5).text_config) != base
 
 
-@pytest.mark.slow
-def test_compiled_layers_give_the_same_text(saved):
-    plain, compiled = (load_target(saved[1], "float32", "cpu", compile=c) for c in (False, True))
-    input_ids, pixels = tiny_prompt(plain, 3)
-    texts = []
-    for target in (plain, compiled):
-        cache = target.new_cache(len(input_ids), 12)
-        token = target.prefill(input_ids, pixels, cache).logits.argmax()[None]
-        text = [int(token)]
-        for _ in range(11):
-            token = target.forward(token, None, cache).logits.argmax(-1)
-            text.append(int(token))
-        texts.append(text)
-    assert texts[0] == texts[1]
-
-
 def test_a_target_in_memory_needs_a_template_and_a_stop_token():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None

@@ -19,6 +19,7 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from vflash_analysis.errors import InputError
+from vflash_analysis.model import frozen
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.taps import check_tap_layers, default_tap_layers
 from vflash_analysis.model.target import Target
@@ -157,6 +158,24 @@ def test_a_newline_a_frame_is_refused(monkeypatch):
     monkeypatch.setattr(target.model, "get_video_features", lambda *_, **__: given)
     with pytest.raises(InputError, match="2 frames became 20 video tokens, allowed: 19"):
         target.encode_video(target.prepare_frames(tiny_frames(9, 2)))
+
+
+def test_a_long_prompts_mlps_run_on_a_few_rows_at_a_time(monkeypatch):
+    target = tiny_target(9)
+    input_ids, pixels = tiny_prompt(target, 9)
+    seen, results = [], []
+    target.text_model.layers[0].mlp.gate_proj.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].shape[1])
+    )
+    for limit in (len(input_ids), 10):
+        monkeypatch.setattr(frozen, "LONG_PROMPT", limit)
+        cache = target.new_cache(len(input_ids), 1)
+        results.append(target.prefill(input_ids, pixels, cache, (0, 2)))
+    assert seen == [len(input_ids), 10, 10, len(input_ids) - 20]
+    torch.testing.assert_close(results[0].logits, results[1].logits, atol=1e-11, rtol=0)
+    torch.testing.assert_close(results[0].tapped, results[1].tapped, atol=1e-11, rtol=0)
+    target.forward(input_ids[:1], None, cache)
+    assert seen[4:] == [1] and "forward" not in vars(target.text_model.layers[0].mlp)
 
 
 def test_the_clip_changes_the_logits():
@@ -428,7 +447,7 @@ def test_the_cache_keyword_is_found_in_either_spelling():
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 def test_either_spelling_fills_the_cache(keyword):
     target = tiny_target(22)
-    target._cache_keyword = keyword
+    target.cache_keyword = keyword
     cache = target.new_cache(12, 1)
     target.prefill(torch.full((12,), 8), None, cache)
     assert cache.length == 12
@@ -436,7 +455,7 @@ def test_either_spelling_fills_the_cache(keyword):
 
 def test_a_misspelt_keyword_cannot_pass():
     target = tiny_target(22)
-    target._cache_keyword = "kache"
+    target.cache_keyword = "kache"
     with pytest.raises(RuntimeError, match="did not use the cache"):
         target.prefill(torch.full((12,), 8), None, target.new_cache(12, 1))
 

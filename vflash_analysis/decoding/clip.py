@@ -127,7 +127,8 @@ class ClipDecoder:
             "sample_seed": facts.sample_seed,
             "dtype": str(target.dtype).removeprefix("torch."),
             "attention": target.attention,
-            "device": device_label(target.device),
+            # Tables never pool devices: so nor compiled decodes with others.
+            "device": device_label(target.device) + (", compiled" if target.compiled else ""),
             "frames_requested": facts.num_frames,
         }
 

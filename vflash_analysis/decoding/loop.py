@@ -114,12 +114,17 @@ class Verifier:
     """Runs the target over anchor + drafts and reads its greedy choice after every row.
 
     A chain needs ids and positions only (causal is what an absent mask means); a tree adds a mask
-    over its own rows and one position per depth.
+    over its own rows and one position per depth. On a compiled target every forward of a method has
+    the rows of its longest proposal; making a verifier compiles it, so make it before the clock runs.
     """
 
     def __init__(self, target: Target, cache: KVCache, method: Method) -> None:
         self._target, self._cache, self._taps = target, cache, method.tap_layer_ids
         self._max_depth = method.max_depth
+        self._step = None
+        if target.compiled is not None:
+            rows = method.max_draft_tokens + 1
+            self._step = target.compiled.step(cache, rows, method.tap_layer_ids)
         # (capacity + depth + 1,) every position a chain can reach; a slice costs nothing.
         self._positions = torch.arange(cache.capacity + method.max_depth + 1, device=target.device)
 
@@ -148,7 +153,10 @@ class Verifier:
         Returns:
             n + 1 tokens, equal logits going to the lowest id, and (n + 1, taps * H) or None.
         """
-        forward = self._target.forward(ids, positions, self._cache, mask, self._taps)
+        if self._step is None:
+            forward = self._target.forward(ids, positions, self._cache, mask, self._taps)
+        else:
+            forward = self._step(ids, positions, mask)
         return forward.logits.argmax(-1).tolist(), forward.tapped
 
 

@@ -102,6 +102,29 @@ class KVCache(Cache):
         self._lengths[layer_idx] = end
         return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
+    def layers_in_place(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Every layer's whole memory, keys and values, each (1, H_kv, capacity, D)."""
+        return self._k_of, self._v_of
+
+    def advance(self, rows: int) -> None:
+        """Count `rows` more rows as held, which were written in place.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        if not 0 <= rows <= self.capacity - self.length:
+            raise InputError(
+                f"KV cache: {self.length} rows held, {rows} more do not fit the capacity of "
+                f"{self.capacity}"
+            )
+        self._lengths = [self.length + rows] * len(self._lengths)
+
+    def clear(self) -> None:
+        """Drop all rows and overwrite the memory with zeros."""
+        self._k.zero_()
+        self._v.zero_()
+        self.truncate(0)
+
     def truncate(self, length: int) -> None:
         """Drop all rows from `length` on.
 

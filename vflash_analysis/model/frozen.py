@@ -9,9 +9,10 @@ autoregressive step costs less than one of `generate`'s. `target.py` loads one f
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +23,11 @@ from vflash_analysis.model.attention import HF_NAME, NAME, backend_mask, registe
 from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
-from vflash_analysis.sizes import FRAMES_PER_CHUNK
+from vflash_analysis.model.text_stack import mlp_in_parts
+from vflash_analysis.sizes import FRAMES_PER_CHUNK, LONG_PROMPT
+
+if TYPE_CHECKING:
+    from vflash_analysis.model.compiled import CompiledTarget
 
 VIDEO_MODELS = ("llava_onevision",)  # vision sides implemented by `Target.encode_video`
 ATTENTIONS = (NAME, "sdpa", "eager")
@@ -112,7 +117,8 @@ class Target:
         self.device: torch.device = weight.device
         if self.dtype == torch.float64:
             text_stack.widen_norms(self.text_model)
-        self._cache_keyword = text_stack.cache_keyword(self.text_model.forward)
+        self.cache_keyword = text_stack.cache_keyword(self.text_model.forward)
+        self.compiled: CompiledTarget | None = None  # set where the profile asks for it
         self.video_token_id: int = model.config.video_token_id
         self.image_token_id: int = model.config.image_token_id
         vision = model.config.vision_config
@@ -141,6 +147,7 @@ class Target:
             "text_model": self.text_config.model_type,
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": self.attention,
+            "compiled": self.compiled is not None,
             "device": str(self.device),
             "parameters": parameters,
             "weight_bytes": parameters * self.dtype.itemsize,
@@ -231,15 +238,23 @@ class Target:
     ) -> KVCache:
         """An empty cache that fits the prompt, the new tokens and one block being verified.
 
+        Of a compiled target it is the same one again and again (see `CompiledTarget.cache`).
+
         Raises:
             InputError: see `check_lengths`.
         """
         self.check_lengths(prompt_tokens, max_new_tokens)
+        if self.compiled is not None:
+            return self.compiled.cache(prompt_tokens, max_new_tokens + verify_rows)
+        return self.allocate_cache(prompt_tokens + max_new_tokens + verify_rows)
+
+    def allocate_cache(self, capacity: int) -> KVCache:
+        """An empty cache of so many rows."""
         return KVCache(
             self.num_layers,
             self.num_kv_heads,
             self.head_dim,
-            prompt_tokens + max_new_tokens + verify_rows,
+            capacity,
             self.dtype,
             self.device,
         )
@@ -323,7 +338,10 @@ class Target:
             embeds = self.embedding(input_ids)
             if features is not None:
                 embeds[input_ids == self.video_token_id] = features.to(embeds.dtype)
-            hidden = self._decoder(embeds, None, None, cache, tap_layer_ids, tapped)
+                del features
+            long = len(input_ids) > LONG_PROMPT
+            with mlp_in_parts(self.text_model, LONG_PROMPT) if long else nullcontext():
+                hidden = self._decoder(embeds, None, None, cache, tap_layer_ids, tapped)
             logits = self.lm_head(hidden[-1])
         done = self._clock()
         if not bool(torch.isfinite(logits).all()):
@@ -384,7 +402,7 @@ class Target:
             "attention_mask": {"full_attention": prepared},
             "position_ids": position_ids[None],
             "use_cache": True,
-            self._cache_keyword: cache,
+            self.cache_keyword: cache,
         }
         if tapped is None:
             hidden = self.text_model(**arguments).last_hidden_state

@@ -292,8 +292,32 @@ class VFlashDrafter(PreTrainedModel):
                 f"drafter: found {position_ids.shape[-1]} positions for {new} context and {slots} "
                 "block rows, allowed: one each"
             )
-        cos, sin = self.rotary(position_ids)
         mask = _padding_mask(attention_mask, held + new + slots)
+        hidden = self.run_layers(noise_embeds, context, position_ids, mask, cache)
+        return BaseModelOutput(last_hidden_state=hidden)
+
+    def run_layers(
+        self,
+        noise_embeds: torch.Tensor,
+        context: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: Any,
+    ) -> torch.Tensor:
+        """All layers and the final norm over a block and its new context.
+
+        Args:
+            noise_embeds: (B, S, H)
+            context: (B, C, H) from `project`, or None.
+            position_ids: (B, C + S)
+            mask: for `grouped_attention`, over the rows that the cache returns.
+            cache: takes [context ; block] rows and returns all, by its `update`; or None.
+
+        Returns:
+            (B, S, H)
+        """
+        cos, sin = self.rotary(position_ids)
+        new = 0 if context is None else context.shape[1]
         hidden = noise_embeds
         for number, layer in enumerate(self.drafter_layers):
             attention = layer.self_attn
@@ -305,7 +329,7 @@ class VFlashDrafter(PreTrainedModel):
                 keys, values = cache.update(keys, values, number)
             attended = grouped_attention(queries, keys, values, mask, False, attention.scaling)
             hidden = layer.finish(hidden, attended)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden))
+        return self.norm(hidden)
 
     def append_context(
         self,
@@ -322,9 +346,10 @@ class VFlashDrafter(PreTrainedModel):
             position_ids: (B, C)
             cache: the drafter's cache.
         """
-        keys_values = self.context_keys_values(self.project(context_hidden_states), position_ids)
-        for number, (keys, values) in enumerate(keys_values):
-            cache.update(keys, values, number)
+        context = self.project(context_hidden_states)
+        cos, sin = self.rotary(position_ids)
+        for number, layer in enumerate(self.drafter_layers):
+            cache.update(*layer.self_attn.keys_values(context, cos, sin), number)
 
     def context_keys_values(
         self, context_hidden: torch.Tensor, context_positions: torch.Tensor

@@ -23,6 +23,7 @@ from vflash_analysis.model import inputs, text_stack
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.cache import BLOCK_SIZE
+from vflash_analysis.model.compiled import CompiledTarget
 from vflash_analysis.model.frozen import ATTENTIONS, Forward, Prefill, Target, check_config
 
 __all__ = [
@@ -140,7 +141,7 @@ def load_target(
         dtype: of the weights, always explicit.
         device: "cpu" or "cuda".
         attention: "vflash", "sdpa" or "eager", for the text stack.
-        compile: compile every decoder layer with `torch.compile`.
+        compile: decode with compiled steps (see `compiled.py`); "vflash" attention only.
         revision: see `read_files`; recorded beside results.
 
     Raises:
@@ -176,8 +177,7 @@ def load_target(
             target.ignored_generation_settings,
         )
     if compile:
-        for layer in target.text_model.layers:
-            layer.compile(dynamic=True)
+        target.compiled = CompiledTarget(target)
     return target
 
 

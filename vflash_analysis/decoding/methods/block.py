@@ -20,6 +20,7 @@ from vflash_analysis.decoding.timing import Timer
 from vflash_analysis.decoding.tree import chain_parents, grow_tree, rank_slots
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
+from vflash_analysis.model.compiled import DraftStep
 from vflash_analysis.model.drafter import (
     VFlashConfig,
     VFlashDrafter,
@@ -119,6 +120,7 @@ class BlockDrafting:
         self._blank = torch.full((self._block_size,), config.mask_token_id, device=target.device)
         self._cache: KVCache | None = None
         self._pending: torch.Tensor | None = None  # (m, n * H) committed, not yet in the cache
+        self._step: DraftStep | None = None  # of a compiled target
 
     def start(self, prompt: Prompt, timer: Timer) -> float:
         """Projects the prompt's tapped states into a fresh drafter cache."""
@@ -129,15 +131,38 @@ class BlockDrafting:
         if self._context != "all":
             positions = context_rows(prompt.input_ids == self._target.video_token_id, self._context)
             tapped = tapped[positions]
-        capacity = len(positions) + prompt.max_new_tokens + self._block_size
-        self._cache = drafter_cache(self._drafter, capacity)
-        self._pending = None
-        self._drafter.append_context(tapped[None], positions[None], self._cache)
+        if self._target.compiled is not None:
+            cache = self._compiled_cache(len(positions), prompt.max_new_tokens)
+            timer.start()  # compiling is no part of decoding
+        else:
+            capacity = len(positions) + prompt.max_new_tokens + self._block_size
+            cache = drafter_cache(self._drafter, capacity)
+        self._cache, self._pending = cache, None
+        self._drafter.append_context(tapped[None], positions[None], cache)
         return timer.lap("draft_s")
+
+    def _compiled_cache(self, context_rows: int, max_new_tokens: int) -> KVCache:
+        """The empty cache of the compiled step, which is made anew for a text of another size."""
+        if self._step is None or not self._step.fits(context_rows, max_new_tokens):
+            self._step = self._cache = None  # frees the memory first
+            self._step = DraftStep(
+                self._target,
+                self._drafter,
+                context_rows,
+                max_new_tokens,
+                self._block_size,
+                self._target.banned_ids if self._options.ban_special_ids else None,
+            )
+        self._step.cache.reset()
+        return self._step.cache
 
     def _forward(self, block_ids: torch.Tensor, position: int) -> torch.Tensor:
         """One drafter forward: block ids (B,) to fp32 scores (B - 1, V) of slots 1.. ."""
         assert self._cache is not None
+        if self._step is not None:
+            scores = self._step(block_ids, self._pending, position)
+            self._pending = None
+            return scores
         new = 0 if self._pending is None else len(self._pending)
         positions = torch.arange(
             position - new, position + self._block_size, device=self._target.device
