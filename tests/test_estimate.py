@@ -85,7 +85,7 @@ def test_what_is_told(monkeypatch, tmp_path):
     told = estimate.describe(H100_PROFILE)
     assert told is not None
     assert told["notes"][0].startswith(
-        "memory to decode: 23.8 GB (weights 16.1 GB, drafters (2) 3.9"
+        "memory to decode: 23.9 GB (weights 16.1 GB, drafters (2) 3.9"
     )
     assert "hours on one H100 SXM, estimated" in told["notes"][-1]
     assert [row["stage"] for row in told["stages"]] == ["continuations", "drafter", "decode"]
