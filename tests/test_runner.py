@@ -669,6 +669,18 @@ def test_stale_results_of_other_parameters_upstream_are_not_reused(runs, monkeyp
     assert not speedup(**{"training.learning_rate": 0.5}).stale  # two stages up
 
 
+def test_what_computes_on_the_targets_device_takes_one(runs, monkeypatch, tmp_path):
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
+    taking = {"target", "continuations", "drafter", "decode"}
+    for profile, device in (("smoke", "cpu"), ("h100", "cuda")):
+        for shard in stages.plan(profile):
+            expected = device if shard.stage in taking else ""
+            assert shard.device == shard.as_json()["device"] == expected, shard.name
+            request = runner._request(shard, runner.Limits(), keep_stale=False)
+            assert (request["device"], request["shard"]) == (expected, shard.name)
+
+
 def test_a_cell_has_no_limit_unless_one_is_given(tmp_path):
     request = runner._request(shard_at(tmp_path), runner.Limits(), keep_stale=False)
     assert request["timeout_s"] is None
