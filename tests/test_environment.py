@@ -77,7 +77,9 @@ def test_makefile_installs_from_the_same_lock():
     assert "LOCK := requirements.lock" in text
     assert "$(FULL),-r $(LOCK) -e ." in text and "$(BASE),-c $(LOCK) -e ." in text
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
-    wanted = {"reproduce", "smoke", "test", "test-all", "lab", "figures", "publish"}
+    wanted = {
+        "reproduce", "smoke", "test", "test-all", "test-workflow", "lab", "figures", "publish",
+    }  # fmt: skip
     assert wanted <= targets
     figures = re.search(r"^figures:(.*)$", text, re.MULTILINE)[1]
     assert "BASE" in figures and "FULL" not in figures
