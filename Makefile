@@ -3,6 +3,7 @@
 # make figures     redraw the tracked figures from the tracked records; installs no torch
 # make test        the fast tests    make test-all  also the slow ones
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
+# make test-workflow  the tests that need Snakemake, which it installs into .venv-workflow
 # make publish     copy a finished pocket run's records and figures to the tracked places
 # On another machine: `make reproduce PROFILE=h100`. RUN holds options for run and figures:
 # `make reproduce RUN="--ablation --all"` (--ablation, --all, --keep-stale, --set NAME=VALUE).
@@ -18,8 +19,9 @@ BIN := $(VENV)/bin
 LOCK := requirements.lock
 FULL := $(VENV)/.full-stamp
 BASE := $(VENV)/.base-stamp
+WORKFLOW := .venv-workflow
 
-.PHONY: help reproduce smoke test test-all check lab figures publish environment
+.PHONY: help reproduce smoke test test-all test-workflow check lab figures publish environment
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -56,6 +58,15 @@ test: $(FULL)
 
 test-all: $(FULL)
 	$(BIN)/python -m pytest
+
+# An environment of its own: Snakemake's dependencies stay out of the package's.
+$(WORKFLOW)/.stamp: workflow/requirements.txt
+	[ -x $(WORKFLOW)/bin/python ] || $(PYTHON) -m venv $(WORKFLOW)
+	$(WORKFLOW)/bin/python -m pip install --quiet -r workflow/requirements.txt
+	@touch $@
+
+test-workflow: $(FULL) $(WORKFLOW)/.stamp
+	PATH="$(abspath $(WORKFLOW))/bin:$$PATH" $(BIN)/python -m pytest tests/test_workflow.py
 
 check: $(FULL)
 	$(BIN)/ruff check .

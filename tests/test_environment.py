@@ -77,7 +77,9 @@ def test_makefile_installs_from_the_same_lock():
     assert "LOCK := requirements.lock" in text
     assert "$(FULL),-r $(LOCK) -e ." in text and "$(BASE),-c $(LOCK) -e ." in text
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
-    wanted = {"reproduce", "smoke", "test", "test-all", "lab", "figures", "publish"}
+    wanted = {
+        "reproduce", "smoke", "test", "test-all", "test-workflow", "lab", "figures", "publish",
+    }  # fmt: skip
     assert wanted <= targets
     figures = re.search(r"^figures:(.*)$", text, re.MULTILINE)[1]
     assert "BASE" in figures and "FULL" not in figures
@@ -211,23 +213,41 @@ def test_an_idle_gpu_is_not_the_device_and_the_driver_is_the_drivers(monkeypatch
     )
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(environment, "_cpu_model", lambda: "Xeon")
+    asked = []
     answer = {"driver_version": "570.1", "clocks.sm": "1980 MHz"}
-    monkeypatch.setattr(environment, "_nvidia_smi", lambda *fields: dict(answer))
+    monkeypatch.setattr(
+        environment, "nvidia_smi", lambda *fields, gpu: asked.append(gpu) or [dict(answer)]
+    )
+    monkeypatch.setenv(environment.VISIBLE_GPUS, "GPU-b,GPU-a")
     for idle in (environment.machine(), environment.machine("cpu")):
         assert idle["device"] == environment.device_label("cpu") == "cpu (Xeon, 7 threads)"
         assert idle["driver"] is None and "cuda" not in idle["versions"]
     cuda.is_initialized = lambda: True
     used = environment.machine()
     assert used["device"] == "NVIDIA H100 80GB HBM3" and used["driver"] == "570.1"
-    assert used["clocks"] == {"clocks.sm": "1980 MHz"} and used["versions"]["cuda"] == "12.8"
+    unknown = {"clocks.mem": None, "clocks.max.sm": None}
+    assert used["clocks"] == {"clocks.sm": "1980 MHz"} | unknown
+    assert used["versions"]["cuda"] == "12.8" and asked == ["GPU-b"]  # not the machine's first
     assert environment.machine("cpu")["device"] == "cpu (Xeon, 7 threads)"
 
 
 @pytest.mark.parametrize(
-    ("printed", "driver"), [("570.1, 1980 MHz\n", "570.1"), ("570.1\n", None), ("", None)]
+    ("printed", "found"),
+    [
+        ("570.1, 1980 MHz\n570.1, 210 MHz\n", ["1980 MHz", "210 MHz"]),
+        ("570.1\n", []),
+        ("", []),
+    ],
 )
-def test_nvidia_smi_is_read_or_stays_unknown(monkeypatch, printed, driver):
-    answer = SimpleNamespace(stdout=printed)
-    monkeypatch.setattr(environment.subprocess, "run", lambda *args, **options: answer)
-    found = environment._nvidia_smi("driver_version", "clocks.sm")
-    assert found == {"driver_version": driver, "clocks.sm": "1980 MHz" if driver else None}
+def test_nvidia_smi_is_read_or_stays_unknown(monkeypatch, printed, found):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return SimpleNamespace(stdout=printed)
+
+    monkeypatch.setattr(environment.subprocess, "run", run)
+    rows = environment.nvidia_smi("driver_version", "clocks.sm", gpu="GPU-b")
+    assert rows == [{"driver_version": "570.1", "clocks.sm": clock} for clock in found]
+    environment.nvidia_smi("index")
+    assert [command[-1] for command in commands] == ["--id=GPU-b", "--format=csv,noheader"]

@@ -269,3 +269,15 @@ def test_the_light_floor_and_the_results_load_no_torch():
 def test_a_file_is_hashed_by_its_bytes(tmp_path):
     (tmp_path / "abc").write_bytes(b"abc")
     assert sha256_of_file(tmp_path / "abc").startswith("ba7816bf8f01cfea")  # FIPS 180-2, B.1
+
+
+def test_hosts_that_share_a_folder_and_a_process_number_write_beside_each_other(
+    tmp_path, monkeypatch
+):
+    drafts = []
+    for host in ("a", "b"):
+        monkeypatch.setattr(records.socket, "gethostname", lambda host=host: host)
+        records.replace_atomically(
+            tmp_path / "x", lambda draft: drafts.append(draft.name) or draft.write_text("1")
+        )
+    assert len(set(drafts)) == 2 and [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 
 import vflash_analysis
-from vflash_analysis import config, execute, identity, paths, records, runner, stages
+from vflash_analysis import config, execute, identity, locks, paths, records, runner, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import Ending
 from vflash_analysis.locks import LOCK_NAME, TOKEN_VARIABLE, FolderLock
@@ -383,8 +383,56 @@ def test_a_number_given_again_is_another_process(tmp_path):
 def test_another_machine_is_believed(tmp_path):
     owner = {"pid": 1, "started": "1", "host": "elsewhere", "token": "t", "since": "noon"}
     (tmp_path / LOCK_NAME).write_text(json.dumps(owner))
-    with pytest.raises(InputError, match="in use by process 1 on elsewhere since noon"):
+    with pytest.raises(InputError, match="in use by process 1 on elsewhere since noon") as refusal:
         FolderLock(tmp_path)
+    assert str(refusal.value).endswith("is gone (after 5 minutes it counts as gone)")
+
+
+@pytest.mark.parametrize(("silent_s", "taken"), [(locks.SILENT_S - 30, False), (400.0, True)])
+def test_another_machine_that_was_silent_for_long_is_taken_over(tmp_path, silent_s, taken):
+    owner = {"pid": os.getpid(), "started": "1", "host": "elsewhere", "token": "t"}
+    (tmp_path / LOCK_NAME).write_text(json.dumps(owner))
+    seen = time.time() - silent_s
+    os.utime(tmp_path / LOCK_NAME, (seen, seen))
+    if not taken:
+        with pytest.raises(InputError, match="on elsewhere"):
+            FolderLock(tmp_path)
+        return
+    with FolderLock(tmp_path) as lock:
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["token"] == lock.token
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_shows_that_it_lives_and_leaves_a_lock_that_was_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "BEAT_S", 0.01)
+    path = tmp_path / LOCK_NAME
+    with FolderLock(tmp_path):
+        os.utime(path, (1, 1))
+        for _ in range(500):
+            if path.stat().st_mtime > 1:
+                break
+            time.sleep(0.01)
+        assert path.stat().st_mtime == pytest.approx(time.time(), abs=60)
+        other = tmp_path / "other"
+        other.write_text(json.dumps({"pid": 1, "host": "elsewhere", "token": "other's"}))
+        os.utime(other, (1, 1))
+        os.replace(other, path)
+        time.sleep(0.1)
+        assert path.stat().st_mtime == 1
+    assert json.loads(path.read_text())["token"] == "other's"
+
+
+def test_a_lock_whose_making_was_not_confirmed_is_ones_own(tmp_path, monkeypatch):
+    really = os.link
+
+    def answered_twice(source, target):  # as a file server does whose first answer was lost
+        really(source, target)
+        raise FileExistsError
+
+    monkeypatch.setattr(locks.os, "link", answered_twice)
+    with FolderLock(tmp_path) as lock:
+        assert json.loads((tmp_path / LOCK_NAME).read_text())["token"] == lock.token
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_runners_lock_serves_its_kernel(tmp_path, monkeypatch):
@@ -682,6 +730,18 @@ def test_stale_results_of_other_parameters_upstream_are_not_reused(runs, monkeyp
     assert speedup().stale  # only code has changed
     assert not speedup(**{"decode.tree_nodes": 30}).stale  # decoded otherwise
     assert not speedup(**{"training.learning_rate": 0.5}).stale  # two stages up
+
+
+def test_what_computes_on_the_targets_device_takes_one(runs, monkeypatch, tmp_path):
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
+    taking = {"target", "continuations", "drafter", "decode"}
+    for profile, device in (("smoke", "cpu"), ("h100", "cuda")):
+        for shard in stages.plan(profile):
+            expected = device if shard.stage in taking else ""
+            assert shard.device == shard.as_json()["device"] == expected, shard.name
+            request = runner._request(shard, runner.Limits(), keep_stale=False)
+            assert (request["device"], request["shard"]) == (expected, shard.name)
 
 
 def test_a_cell_has_no_limit_unless_one_is_given(tmp_path):

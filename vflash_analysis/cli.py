@@ -324,7 +324,7 @@ def _records(
 
 def _name_lacking(found: Any) -> int:
     """Say which shards of a run its records lack; returns the exit code, 0 where none is."""
-    from vflash_analysis.results.report import some_names
+    from vflash_analysis.results.sources import some_names
 
     if not found.lacking:
         return 0

@@ -27,6 +27,7 @@ NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")
 TRANSFORMERS_RANGE = ((5, 24), (5, 40))  # at least the first, below the second
 READER_THREADS = 2  # that a frame reader decodes with; many make small clips slower
 EOF_RETRY = "DECORD_EOF_RETRY_MAX"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def installed() -> dict[str, str | None]:
@@ -180,17 +181,21 @@ def _threads() -> int | None:
     return os.cpu_count() if torch is None else torch.get_num_threads()
 
 
-def _nvidia_smi(*fields: str) -> dict[str, str | None]:
-    """The first GPU's fields as nvidia-smi prints them; None where it cannot be asked."""
+def nvidia_smi(*fields: str, gpu: str = "") -> list[dict[str, str]]:
+    """The fields of every GPU, or of one, as nvidia-smi prints them; none where it cannot be asked.
+
+    Args:
+        fields: names that `nvidia-smi --help-query-gpu` lists.
+        gpu: number or UUID.
+    """
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    command += [f"--id={gpu}"] if gpu else []
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return dict.fromkeys(fields)
-    values = answer.stdout.splitlines()[0].split(",") if answer.stdout.strip() else []
-    if len(values) != len(fields):
-        return dict.fromkeys(fields)
-    return {field: value.strip() for field, value in zip(fields, values, strict=True)}
+        return []
+    rows = [[value.strip() for value in line.split(",")] for line in answer.stdout.splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def device_label(device: Any = "cpu") -> str:
@@ -229,8 +234,10 @@ def machine(device: Any = None) -> dict[str, Any]:
         "versions": installed(),
     }
     if str(device).startswith("cuda"):
-        smi = _nvidia_smi("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm")
-        facts["driver"] = smi.pop("driver_version")
-        facts["clocks"] = smi
+        clocks = ("clocks.sm", "clocks.mem", "clocks.max.sm")
+        used = os.environ.get(VISIBLE_GPUS, "").partition(",")[0]
+        told = [*nvidia_smi("driver_version", *clocks, gpu=used), {}][0]
+        facts["driver"] = told.get("driver_version")
+        facts["clocks"] = {name: told.get(name) for name in clocks}
         facts["versions"]["cuda"] = torch.version.cuda if torch is not None else None
     return facts | git_state(paths.ROOT)

@@ -14,10 +14,12 @@ import re
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vflash_analysis import paths
+from vflash_analysis.devices import one_device
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import TOKEN_VARIABLE, FolderLock
 from vflash_analysis.workers import end_with
@@ -123,7 +125,8 @@ def execute(request: dict[str, Any], log: Any = sys.stdout) -> Ending:
 
     Args:
         request: keys notebook, output, parameters, folder, cwd, kernel, timeout_s,
-            start_timeout_s; `main` also takes environment and runner, the pid to end with.
+            start_timeout_s; `main` also takes shard, device, environment and runner, the pid to
+            end with.
         log: gets the notebook's standard output as it comes.
     """
     import papermill
@@ -177,7 +180,9 @@ def main(path: str) -> None:
             held = True
             (folder / "DONE").unlink(missing_ok=True)
             os.environ.update(request["environment"], **{TOKEN_VARIABLE: lock.token})
-            ending = execute(request)
+            with one_device(request["device"], request["shard"], partial(print, flush=True)) as gpu:
+                os.environ.update(gpu)
+                ending = execute(request)
             if ending.status != "ok":
                 (folder / "DONE").unlink(missing_ok=True)
     except InputError as error:

@@ -23,8 +23,8 @@ PACKAGE_NAME = "vflash_analysis"
 ORCHESTRATION = frozenset(
     f"{PACKAGE_NAME}.{name}"
     for name in (
-        "paths", "errors", "config", "strict", "environment", "identity", "locks", "stages",
-        "notebook", "execute", "progress", "workers", "runner", "publish", "demo", "cli",
+        "paths", "errors", "config", "strict", "environment", "identity", "locks", "devices",
+        "stages", "notebook", "execute", "progress", "workers", "runner", "publish", "demo", "cli",
         "estimate", "preflight",
     )
 )  # fmt: skip

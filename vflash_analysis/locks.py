@@ -1,12 +1,17 @@
 """One writer per run folder: a lock file that names its process.
 
 A second run in the same folder is refused with one line; the lock of a process that has died is
-taken over. The runner hands its lock to the notebook's kernel through `VFLASH_LOCK_TOKEN`.
+taken over. Whether a process of another host lives cannot be asked, so every holder touches its
+lock now and then, and one that has been silent for long is taken over too; its age is told by the
+clock of the file server that both hosts share. The runner hands its lock to the notebook's kernel
+through `VFLASH_LOCK_TOKEN`.
 """
 
+import contextlib
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -17,6 +22,8 @@ from vflash_analysis.errors import InputError
 
 LOCK_NAME = "LOCK"
 TOKEN_VARIABLE = "VFLASH_LOCK_TOKEN"
+BEAT_S = 15.0
+SILENT_S = 300.0  # far above BEAT_S and above the minute for which NFS may show an old time stamp
 
 
 def process_start(pid: int) -> str | None:
@@ -48,13 +55,16 @@ class FolderLock:
         folder: the run folder; made when it is not there.
 
     Raises:
-        InputError: another living process holds it; the line names the process and the file.
+        InputError: another living process holds it, or one of another host that was heard of in
+            the last `SILENT_S` seconds; the line names the process and the file.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / LOCK_NAME
         self.token = uuid.uuid4().hex
         self._owned = False
+        self._released = threading.Event()
+        self._now = 0.0  # of the clock that stamps the files in this folder
         folder.mkdir(parents=True, exist_ok=True)
         for _ in range(5):
             if self._try():
@@ -65,17 +75,28 @@ class FolderLock:
             token = os.environ.get(TOKEN_VARIABLE)
             if token and owner.get("token") == token:
                 return  # our own runner holds it for us
-            if owner.get("host") != socket.gethostname() or is_alive(
-                int(owner.get("pid", 0)), owner.get("started")
-            ):
+            if not self._is_gone(owner):
                 break
             self._remove_stale(str(owner.get("token")))
         owner = self._owner() or {}
+        there = owner.get("host") in (None, socket.gethostname())
         raise InputError(
             f"{paths.relative_to_root(folder)}: in use by process {owner.get('pid', '?')} on "
             f"{owner.get('host', '?')} since {owner.get('since', '?')}; wait for it, or remove "
             f"{LOCK_NAME} there if that process is gone"
+            + ("" if there else f" (after {SILENT_S / 60:.0f} minutes it counts as gone)")
         )
+
+    def _is_gone(self, owner: dict[str, Any]) -> bool:
+        """Whether the holder has ended, as far as it can be told; a lock that says nothing stays."""
+        if not owner.get("host"):
+            return False
+        if owner["host"] == socket.gethostname():
+            return not is_alive(int(owner["pid"]), owner.get("started"))
+        try:
+            return self._now - self.path.stat().st_mtime > SILENT_S
+        except FileNotFoundError:
+            return True
 
     def _try(self) -> bool:
         """Create the lock file whole or not at all."""
@@ -89,14 +110,25 @@ class FolderLock:
         }
         draft = self.path.with_name(f".{LOCK_NAME}.{self.token}")
         draft.write_text(json.dumps(owner))
+        self._now = draft.stat().st_mtime
         try:
             os.link(draft, self.path)
         except FileExistsError:
-            return False
+            if draft.stat().st_nlink < 2:  # else it was made, and the file server's answer was lost
+                return False
         finally:
             draft.unlink()
         self._owned = True
+        threading.Thread(target=self._beat, daemon=True).start()
         return True
+
+    def _beat(self) -> None:
+        """Show other hosts that this process lives, for as long as the lock is its own."""
+        while not self._released.wait(BEAT_S):
+            with contextlib.suppress(OSError):  # a file server that is away comes back
+                if (self._owner() or {}).get("token") != self.token:
+                    return
+                os.utime(self.path)
 
     def _owner(self) -> dict[str, Any] | None:
         """What the lock file says; None where there is none, empty when it says no such thing."""
@@ -124,7 +156,9 @@ class FolderLock:
     def release(self) -> None:
         """Give the folder up; does nothing for a lock that the runner holds for us."""
         if self._owned:
-            self.path.unlink(missing_ok=True)
+            self._released.set()
+            if (self._owner() or {}).get("token") == self.token:  # else another has taken it over
+                self.path.unlink(missing_ok=True)
             self._owned = False
 
     def __enter__(self) -> "FolderLock":

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -141,7 +142,9 @@ def to_table(rows: Rows, schema: Schema, where: str = "rows") -> pa.Table:
 def replace_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Lets `write` fill a temporary file beside `path`, flushes it and renames it into place."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # process numbers meet on a file system that hosts share, in containers nearly always
+    writer = f"{socket.gethostname()}-{os.getpid()}"
+    temporary = path.with_name(f".{path.name}.{writer}.tmp")
     try:
         write(temporary)
         with temporary.open("rb") as handle:

@@ -80,6 +80,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
     """What `vflash_analysis.execute` needs to know."""
     return {
+        "shard": shard.name,
+        "device": shard.device,
         "notebook": str(shard.notebook),
         "output": str(shard.folder / EXECUTED_NOTEBOOK),
         "parameters": dict(shard.parameters),

@@ -182,6 +182,7 @@ class Shard:
     dependencies: tuple[str, ...]
     outputs: tuple[str, ...]
     inputs: Mapping[str, str]
+    device: str = ""  # cuda or cpu where it computes on the target's device, of which it takes one
     stale: bool = False  # reused though its code or inputs have changed (--keep-stale)
 
     def why_not_done(self) -> str | None:
@@ -358,6 +359,7 @@ def plan(
             dependencies=tuple(item.name for item in needed),
             outputs=stage.outputs,
             inputs=inputs,
+            device=profile.target.device if "target.device" in stage.settings else "",
         )
         if keep_stale and not shard.done:
             kept = _find_stale(folder, shard.parameters_id)

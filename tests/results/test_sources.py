@@ -51,6 +51,61 @@ def test_the_records_of_several_folders_are_read_together(tmp_path):
     assert found.cycles.empty and found.source == "2 run folders"
 
 
+def decoded(folder, benchmark, sample_seed=0, **columns):
+    """A decode shard's folder with one clip."""
+    took = {"new_tokens": 3, "verify_calls": 2, "decode_s": 0.1}
+    clip = f"{benchmark}-{sample_seed}"
+    row = generation_row("ar", clip, benchmark=benchmark, sample_seed=sample_seed, **took)
+    write_records(folder / "generations.parquet", [row | columns], GENERATIONS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("column", "one", "other"),
+    [
+        ("device", "NVIDIA H100", "NVIDIA A100"),
+        ("dtype", "bfloat16", "float32"),
+        ("reader", "decord 0.6.0", None),
+        ("template_sha256", "t1", "t2"),
+        ("target", "llava", "other"),
+        ("target_revision", "r1", "r2"),
+    ],
+)
+def test_cases_113_123_159_a_run_of_several_kinds_is_refused_by_shard(tmp_path, column, one, other):
+    folders = [
+        decoded(tmp_path / "a", "VDC", 0, **{column: one}),
+        decoded(tmp_path / "b", "Video-MME", 1, **{column: other}),
+        decoded(tmp_path / "c", "MLVU", 2, **{column: one}),
+    ]
+    with pytest.raises(InputError) as refusal:
+        load_records(folders)
+    assert str(refusal.value) == (
+        f"decodes of one run: found 2 values of '{column}', allowed is 1: {one} in decode-VDC-0, "
+        f"decode-MLVU-2; {other or 'none'} in decode-Video-MME-1; remove {tmp_path / 'b'} and run "
+        "again as the others were"
+    )
+    assert len(load_records([folders[0], folders[2]]).generations) == 2
+
+
+def test_a_shard_that_two_devices_decoded_is_named_with_both(tmp_path):
+    rows = [
+        generation_row("ar", clip, device=device, new_tokens=3, verify_calls=2, decode_s=0.1)
+        for clip, device in (("a", "H100"), ("b", "A100"))
+    ]
+    write_records(tmp_path / "generations.parquet", rows, GENERATIONS)
+    with pytest.raises(InputError, match=r"A100 in decode-VDC-1; H100 in decode-VDC-1; remove "):
+        load_records([tmp_path])
+
+
+def test_what_gave_no_text_is_of_no_kind(tmp_path):
+    folders = [
+        decoded(tmp_path / "a", "VDC", reader="decord 0.6.0"),
+        decoded(tmp_path / "b", "MLVU", reader=None, status="failed", reason="damaged"),
+        decoded(tmp_path / "c", "LVB", reader="pyav 14.0", warmup=True, repeat=-1),
+    ]
+    assert len(load_records(folders).generations) == 3
+
+
 def test_a_damaged_file_of_a_run_says_how_to_make_it_anew(tmp_path):
     file = tmp_path / "generations.parquet"
     write_records(file, [generation_row("ar", "a")], GENERATIONS)
@@ -84,10 +139,11 @@ def test_tracked_rows_may_stand_beside_a_run_of_the_tracked_settings_only(
     assert not load_records().as_tracked
 
 
-def test_two_targets_or_templates_are_not_one_group():
+@pytest.mark.parametrize("column", ["target", "target_revision", "reader", "template_sha256"])
+def test_two_targets_readers_or_templates_are_not_one_group(column):
     took = {"new_tokens": 3, "verify_calls": 2, "decode_s": 0.1}
-    rows = [generation_row("ar", clip, template_sha256=clip, **took) for clip in ("t", "other")]
-    with pytest.raises(InputError, match=r"'template_sha256' has 2 values .*\['other', 't'\]"):
+    rows = [generation_row("ar", kind, **{column: kind}, **took) for kind in ("t", "other")]
+    with pytest.raises(InputError, match=rf"'{column}' has 2 values .*\['other', 't'\]"):
         list(decode_groups(records_of(pd.DataFrame(rows))))
 
 

@@ -6,7 +6,7 @@ records go to `figures/latest`. Notebooks call `make_table` and `make_figure` fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.objectives import objectives_table
-from vflash_analysis.results.sources import Records, load_records
+from vflash_analysis.results.sources import Records, load_records, some_names
 from vflash_analysis.results.style import save_figure
 from vflash_analysis.results.tables import accepted_length_table, lossless_table, speedup_table
 from vflash_analysis.results.tidy import STORED
@@ -47,12 +47,6 @@ FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
     "F4_acceptance_by_position": (acceptance_frame, acceptance_figure),
     "F5_training": (lambda records, boot: training_frame(records), training_figure),
 }
-
-
-def some_names(names: Sequence[str], most: int = 3) -> str:
-    """The first names of a list that may be long, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def make_table(stem: str, records: Records, boot: Bootstrap) -> Table:

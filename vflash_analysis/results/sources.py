@@ -15,7 +15,14 @@ import pandas as pd
 
 from vflash_analysis.config import TRACKED_PROFILE
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import grouped, part_columns, refuse_mixed, usable, usable_cycles
+from vflash_analysis.metrics import (
+    KIND_COLUMNS,
+    grouped,
+    part_columns,
+    refuse_mixed,
+    usable,
+    usable_cycles,
+)
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
@@ -56,11 +63,17 @@ class Records:
     as_tracked: bool = False
 
 
-def _read_all(folders: Sequence[Path], schema: Schema) -> pd.DataFrame:
-    paths = [folder / f"{schema.name}.parquet" for folder in folders]
-    frames = [_read(path, schema) for path in paths if path.is_file()]
-    frames = [frame for frame in frames if not frame.empty]
-    return pd.concat(frames, ignore_index=True) if frames else empty_records(schema)
+def some_names(names: Sequence[str], most: int = 3) -> str:
+    """The first names of a list that may be long, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _read_all(folders: Sequence[Path], schema: Schema) -> dict[Path, pd.DataFrame]:
+    """The rows of each folder that has some."""
+    paths = {folder: folder / f"{schema.name}.parquet" for folder in folders}
+    frames = {folder: _read(path, schema) for folder, path in paths.items() if path.is_file()}
+    return {folder: frame for folder, frame in frames.items() if not frame.empty}
 
 
 def _read(path: Path, schema: Schema) -> pd.DataFrame:
@@ -96,18 +109,52 @@ def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
         )
 
 
-def load_records(folders: Sequence[Path] | None = None) -> Records:
-    """Reads the record files of the folders together; None for the tracked pocket records.
+def _refuse_mixed_run(decoded: Mapping[Path, pd.DataFrame]) -> None:
+    """Refuses a run whose shards were decoded on several devices, by several readers and the like.
+
+    Args:
+        decoded: the generations of each of its folders.
 
     Raises:
-        InputError: a folder is absent or holds no records, or one drafter's decode of a clip is
-            there twice.
+        InputError: names the column, each value's shards, and the folders to remove.
+    """
+    for column in KIND_COLUMNS:
+        shards: dict[str, list[str]] = {}
+        places: dict[str, list[Path]] = {}
+        for folder, frame in decoded.items():
+            rows = frame.loc[(frame["status"] == "ok") & ~frame["warmup"].astype(bool)]
+            kinds = rows[column].astype("object").fillna("none")
+            for (kind, *shard), _ in rows.groupby([kinds, "benchmark", "sample_seed"]):
+                shards.setdefault(str(kind), []).append("-".join(map(str, ["decode", *shard])))
+                places.setdefault(str(kind), []).append(folder)
+        if len(shards) > 1:
+            told = [f"{kind} in {some_names(names)}" for kind, names in shards.items()]
+            fewest = min(places, key=lambda kind: len(places[kind]))
+            remove = [relative_to_root(folder) for folder in dict.fromkeys(places[fewest])]
+            raise InputError(
+                f"decodes of one run: found {len(shards)} values of '{column}', allowed is 1: "
+                f"{'; '.join(told)}; remove {some_names(remove, 9)} and run again as the others were"
+            )
+
+
+def load_records(folders: Sequence[Path] | None = None) -> Records:
+    """Reads the record files of a run's folders; None for the tracked pocket records.
+
+    Raises:
+        InputError: a folder is absent or holds no records, one drafter's decode of a clip is there
+            twice, or the run's decodes are of several kinds (`metrics.KIND_COLUMNS`).
     """
     paths = [TRACKED_RECORDS] if folders is None else folders
     for path in paths:
         if not any((path / f"{schema.name}.parquet").is_file() for schema in TABLES):
             raise InputError(f"{path}: no record files; expected {[t.name for t in TABLES]}")
-    frames = {schema.name: _read_all(paths, schema) for schema in TABLES}
+    by_folder = {schema.name: _read_all(paths, schema) for schema in TABLES}
+    _refuse_mixed_run(by_folder[GENERATIONS.name])
+    frames = {
+        name: pd.concat(found.values(), ignore_index=True)
+        for name, found in by_folder.items()
+        if found
+    }
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
     found = records_from_frames(frames, source, STORED if folders is None else MEASURED)
     return replace(found, as_tracked=folders is not None and all(map(_as_tracked, paths)))
@@ -264,14 +311,14 @@ def decode_groups(records: Records) -> Iterator[DecodeGroup]:
     """The decodes by device and dtype: two devices give two groups, never a mean.
 
     Raises:
-        InputError: one group holds decodes of several targets or prompt templates.
+        InputError: one group holds decodes of several targets, readers or prompt templates.
     """
     facts = drafter_facts(records)
     arms = dict(zip(facts["drafter_sha256"], facts["arm"], strict=True))
     for (device, dtype), frame in grouped(records.generations, ["device", "dtype"]):
         decoded = frame.loc[~frame["warmup"].astype(bool)]
         rows = usable(frame)
-        refuse_mixed(rows, ("target", "target_revision", "template_sha256"))
+        refuse_mixed(rows)
         objective = rows["objective"].fillna("")
         named = zip(rows["drafter_sha256"], objective, strict=True)
         rows["arm"] = [arms.get(drafter, name) for drafter, name in named]
