@@ -328,6 +328,10 @@ class ContinuationSource(ABC):
         """Tokens of prompt and continuation of each item."""
         return [len(row["input_ids"]) for row in self.rows]
 
+    def text(self, index: int) -> Continuation:
+        """The item without its states: nothing is read or recomputed."""
+        return self._continuation(self.rows[index], torch.empty(0, 0))
+
     def _continuation(self, row: dict[Any, Any], states: Tensor) -> Continuation:
         return Continuation(
             clip_id=row["clip_id"],

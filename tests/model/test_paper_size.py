@@ -1,0 +1,77 @@
+"""The paper's drafter at its full size, on the meta device: shapes and counts without the memory."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.training.toys import SETTINGS
+from vflash_analysis.model.drafter import VFlashConfig, VFlashDrafter
+from vflash_analysis.model.taps import default_tap_layers
+from vflash_analysis.training.step import make_optimizers, raise_to_fp32
+
+
+def paper_drafter() -> VFlashDrafter:
+    """The drafter of LLaVA-OneVision-7B's text stack: 28 layers, 3584 wide, 28 / 4 heads of 128."""
+    config = VFlashConfig(
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=4,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=32_768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        mask_token_id=151_650,
+        target_layer_ids=list(default_tap_layers(28, 4)),
+        target_num_layers=28,
+        vocab_size=152_064,
+    )
+    with torch.device("meta"):
+        return VFlashDrafter(config)
+
+
+def test_its_parameters_by_hand() -> None:
+    counts: dict[str, int] = {}
+    for name, parameter in paper_drafter().named_parameters():
+        part = name.split(".")[-2] if "layers" in name else name.split(".")[0]
+        counts[part] = counts.get(part, 0) + parameter.numel()
+    projector = 4 * 3584 * 3584
+    queries = 3584 * 28 * 128
+    keys = 3584 * 4 * 128
+    mlp = 3584 * 18_944
+    assert projector == 51_380_224
+    assert counts == {
+        "fc": projector,
+        "context_norm": 3584,
+        "norm": 3584,
+        **dict.fromkeys(("q_proj", "o_proj"), 4 * queries),
+        **dict.fromkeys(("k_proj", "v_proj"), 4 * keys),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), 4 * mlp),
+        **dict.fromkeys(("q_norm", "k_norm"), 4 * 128),
+        **dict.fromkeys(("input_layernorm", "post_attention_layernorm"), 4 * 3584),
+    }
+    layer = 2 * queries + 2 * keys + 3 * mlp + 2 * 128 + 2 * 3584
+    assert layer == 233_053_440
+    assert sum(counts.values()) == projector + 4 * layer + 2 * 3584 == 983_601_152
+
+
+def test_its_masters_gradients_and_optimizer_take_16_gb() -> None:
+    """fp32: a master, a gradient and AdamW's two moments of 4 bytes each."""
+    drafter = paper_drafter().to(torch.bfloat16)
+    raise_to_fp32(drafter)
+    (optimizer,) = make_optimizers(drafter, SETTINGS)
+    for group in optimizer.param_groups:
+        group["fused"] = False  # the fused kernel refuses the meta device
+    for parameter in drafter.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name.startswith("exp_avg")
+    ]
+    held = [*drafter.parameters(), *(p.grad for p in drafter.parameters()), *moments]
+    total = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    assert total == 16 * 983_601_152
+    assert 15.7e9 < total < 15.8e9
