@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.training.toys import SETTINGS
+from vflash_analysis.model import block_attention
 from vflash_analysis.model.drafter import VFlashConfig, VFlashDrafter
 from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.training.step import make_optimizers, raise_to_fp32
@@ -75,3 +78,51 @@ def test_its_masters_gradients_and_optimizer_take_16_gb() -> None:
     total = sum(tensor.numel() * tensor.element_size() for tensor in held)
     assert total == 16 * 983_601_152
     assert 15.7e9 < total < 15.8e9
+
+
+CONTEXT, ANCHORS = 25_119 + 255, 64
+
+
+def saved_bytes(drafter: VFlashDrafter) -> dict[int, int]:
+    """Storage to bytes of what the two forwards of a step save for their backward pass."""
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes(), tensor  # kept: its address is not used again
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        states = torch.empty(1, CONTEXT, 4 * 3584, dtype=torch.bfloat16)
+        hidden = drafter.project(states)
+        positions = torch.zeros(1, CONTEXT, dtype=torch.long)
+        keys_values = drafter.context_keys_values(hidden, positions)
+        visible = torch.ones(1, ANCHORS, CONTEXT, dtype=torch.bool)
+        blocks = torch.zeros(1, ANCHORS, 16, dtype=torch.long)
+        for _ in range(2):
+            embeds = torch.empty(1, ANCHORS, 16, 3584)
+            drafter.forward_blocks(embeds, keys_values, blocks, visible, max_rows=512)
+    weights = {parameter.untyped_storage()._cdata for parameter in drafter.parameters()}
+    return {key: size for key, (size, _) in saved.items() if key not in weights}
+
+
+def test_what_a_step_of_one_clip_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is large is the states, the projected context and weights rounded to bf16: nothing
+    over rows and context, of which one chunk's mask alone would be 7 x 512 x 25,374 = 91 MB. And
+    activation checkpointing spares 5.9 of 8.3 GB. Tensors without memory know only their shapes,
+    so the shared prefix is given."""
+    monkeypatch.setattr(block_attention, "shared_prefix", lambda visible: 25_119)
+    config = paper_drafter().config
+    with FakeTensorMode():
+        drafter = VFlashDrafter(config)
+        whole = saved_bytes(drafter)
+        drafter.activation_checkpointing_enable({"use_reentrant": False})
+        spared = saved_bytes(drafter)
+    states, projected, rounded = CONTEXT * 4 * 3584 * 2, CONTEXT * 3584 * 4, CONTEXT * 3584 * 2
+    large = {size for size in (*whole.values(), *spared.values()) if size > 60e6}
+    assert large == {states, projected, rounded, 18_944 * 3584 * 2}
+    assert 8.2e9 < sum(whole.values()) < 8.3e9
+    assert 2.3e9 < sum(spared.values()) < 2.4e9
