@@ -123,6 +123,26 @@ def test_a_resume_sees_the_clips_that_the_kill_left_out(tmp_path: Path) -> None:
     assert sorted(first.read[:14] + second.read) == sorted(first.clip_ids())
 
 
+def test_a_source_is_told_what_comes_up_to_the_end_of_the_next_step(tmp_path: Path) -> None:
+    chosen = settings(steps=3, clips_per_step=2, evaluate_every=3)
+    source, held = random_source(new(), 7), random_source(new(), 3, prompt=14)
+    told: list[tuple[list[str], int]] = []
+    for data in (source, held):
+
+        def expect(indices: Any, data: ListSource = data) -> None:
+            told.append(([f"clip-{i}" for i in indices], len(data.read)))
+
+        data.expect = expect  # type: ignore[method-assign]
+    run(tmp_path, settings=chosen, source=source, validation=held, micro_clips=1)
+    assert len(source.read) == 6
+    assert told == [
+        (source.read[:4], 0),
+        (source.read[2:6], 2),
+        (source.read[4:6], 4),
+        (held.read, 0),
+    ]
+
+
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,9 @@ class ListSource:
         self.read.append(self.items[index].clip_id)
         return self.items[index]
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """Nothing is read ahead."""
+
     def text(self, index: int) -> Continuation:
         return dataclasses.replace(self.items[index], states=torch.empty(0, 0))
 

@@ -181,6 +181,10 @@ def train(
             functools.partial(make, visits[i : i + micro]) for i in range(0, len(visits), micro)
         ]
 
+    def own_visits(step: int) -> list[tuple[int, int]]:
+        visits = step_visits(settings.train_seed, step, settings.clips_per_step, len(items))
+        return [(epoch, items[place]) for epoch, place in visits[rank::ranks]]
+
     if settings.optimizer == "muon" and accelerator.distributed_type == DistributedType.FSDP:
         raise InputError(
             "training.optimizer: found muon, allowed under FSDP: adamw (Muon needs whole matrices)"
@@ -211,8 +215,9 @@ def train(
         rate = learning_rate(settings, step)
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
             group["lr"] = rate
-        visits = step_visits(settings.train_seed, step, settings.clips_per_step, len(items))
-        mine = [(epoch, items[place]) for epoch, place in visits[rank::ranks]]
+        mine = own_visits(step)
+        coming = [*mine, *(own_visits(step + 1) if step + 1 < settings.steps else [])]
+        data.expect([item for _, item in coming])
         batches = micro_batches(data, mine)
         sums = gradient_step(model, batches, step, accelerator, counted_by_labels=by_labels)
         accelerator.clip_grad_norm_(model.parameters(), settings.grad_clip)
@@ -278,10 +283,11 @@ def _validate(
     ranks, rank = accelerator.num_processes, accelerator.process_index
     group = ranks * micro
     sums: dict[str, Tensor] = {}
-    for start in range(0, len(items), group):
-        visits = [("validation", item) for item in items[start : start + group]]
-        mine = visits[rank::ranks]
-        (make,) = micro_batches(validation, mine or visits[:1])
+    starts = range(0, len(items), group)
+    owned = [items[start : start + group][rank::ranks] for start in starts]
+    validation.expect([item for mine in owned for item in mine])
+    for start, mine in zip(starts, owned, strict=True):
+        (make,) = micro_batches(validation, [("validation", i) for i in mine or items[start:][:1]])
         with torch.no_grad():
             parts: LossParts = model(make(True), step)
         found = {"numerators": parts.numerators, "denominators": parts.denominators, **parts.sums}
