@@ -110,6 +110,7 @@ class TrainSettings:
     warmup_fraction: Annotated[float, Bounds(0, 1)] = 0.04
     weight_decay: Annotated[float, Bounds(0, 1)] = 0.0
     grad_clip: Annotated[float, Bounds(1e-6)] = 1.0
+    activation_checkpointing: bool = False  # less memory, one more forward; no other result
     checkpoint_every: Annotated[int, Bounds(1)]
     evaluate_every: Annotated[int, Bounds(1)]
     training_clips: Annotated[int, Bounds(1)]  # how many continuations are used: the data-size axis
@@ -356,6 +357,13 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
 def to_json(settings: Any) -> Any:
     """A dataclass of settings as plain JSON types (tuples become lists)."""
     return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def result_settings(settings: TrainSettings) -> dict[str, Any]:
+    """What of the settings a drafter's weights hang on: all but what trades memory for time."""
+    values: dict[str, Any] = to_json(settings)
+    del values["activation_checkpointing"]
+    return values
 
 
 def local_paths() -> dict[str, Path]:

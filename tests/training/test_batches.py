@@ -156,6 +156,24 @@ def test_reveal_draws_are_in_range() -> None:
     assert draw_reveals(50, 15, 1, visit_generator("one")).rounds.unique().tolist() == [1]
 
 
+def test_a_clip_alone_is_not_copied() -> None:
+    data = source((20, 40))
+    batch = make(data, [(0, 0)])
+    assert batch.states.untyped_storage().data_ptr() == data[0].states.untyped_storage().data_ptr()
+
+
+def test_without_states_everything_but_the_context_is_the_same() -> None:
+    data = source((5, 12), (20, 40))
+    whole, bare = (make(data, [(0, 0), (0, 1)], with_states=flag) for flag in (True, False))
+    assert data.read == ["clip-0", "clip-1"]
+    assert (
+        bare.states.shape[:2] == bare.context_positions.shape == bare.context_valid.shape == (2, 0)
+    )
+    for name in ("anchors", "anchor_ids", "labels", "supervised"):
+        assert torch.equal(getattr(whole, name), getattr(bare, name))
+    assert torch.equal(whole.draws.times, bare.draws.times)
+
+
 def test_padding_changes_nothing() -> None:
     data = source((5, 12), (20, 40))
     together, alone = make(data, [(0, 0), (0, 1)]), make(data, [(0, 0)])

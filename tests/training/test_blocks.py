@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.memory import traced
 from tests.tiny import tiny_drafter, tiny_target
 from tests.training.toys import ListSource, batch_of, random_source, settings
 from vflash_analysis.model.drafter import VFlashDrafter, drafter_cache
+from vflash_analysis.training import blocks
 from vflash_analysis.training.batches import FlowBatch, make_batch
 from vflash_analysis.training.blocks import (
     TargetPieces,
@@ -143,6 +145,7 @@ def random_head(vocabulary: int = 20, width: int = 6, **changes: Any) -> TargetP
         embed=lambda ids: ids,
         head=lambda hidden: hidden @ weight.T,
         banned_ids=torch.tensor([0, 19]),
+        vocab_size=vocabulary,
         dtype=torch.float64,
     )
     return dataclasses.replace(pieces, **changes)
@@ -151,7 +154,7 @@ def random_head(vocabulary: int = 20, width: int = 6, **changes: Any) -> TargetP
 def test_scores_by_hand() -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
     pieces = TargetPieces(
-        lambda ids: ids, lambda hidden: hidden, torch.tensor([0]), dtype=torch.float64
+        lambda ids: ids, lambda hidden: hidden, torch.tensor([0]), 4, dtype=torch.float64
     )
     scores = score_slots(logits, torch.tensor([1]), pieces)
     whole = torch.tensor([3.0, 1.0, 2.0, 0.0], dtype=torch.float64).exp().sum().log()
@@ -164,36 +167,83 @@ def test_scores_by_hand() -> None:
 
 def test_ties_go_to_the_lowest_id() -> None:
     pieces = TargetPieces(
-        lambda ids: ids, lambda hidden: hidden, torch.tensor([0]), dtype=torch.float64
+        lambda ids: ids, lambda hidden: hidden, torch.tensor([0]), 8, dtype=torch.float64
     )
     scores = score_slots(torch.zeros(3, 8, dtype=torch.float64), torch.zeros(3).long(), pieces)
     assert scores.prediction.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 7, 24])
-def test_chunks_change_neither_scores_nor_gradients(chunk_rows: int) -> None:
+def rows_at_once(monkeypatch: pytest.MonkeyPatch, rows: int, vocabulary: int = 20) -> None:
+    """So many rows of fp64 logits fit the bound."""
+    monkeypatch.setattr(blocks, "LOGITS_BYTES", rows * vocabulary * 8 + 7)
+
+
+@pytest.mark.parametrize(("at_once", "heads"), [(1, 24), (7, 4), (23, 2), (24, 1), (8192, 1)])
+def test_chunks_change_neither_scores_nor_gradients(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, heads: int
+) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(2, 4, 3, 6, generator=generator, dtype=torch.float64)
     labels = torch.randint(0, 20, (2, 4, 3), generator=generator)
     uniforms = torch.rand(2, 4, 3, generator=generator)
-    found = []
-    for rows in (8192, chunk_rows):
+    found, sizes = [], []
+    pieces = random_head()
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(hidden.shape[0])
+        return pieces.head(hidden)
+
+    for rows in (24, at_once):
+        rows_at_once(monkeypatch, rows)
         leaf = hidden.clone().requires_grad_()
-        scores = score_slots(leaf, labels, random_head(), uniforms=uniforms, chunk_rows=rows)
+        sizes.clear()
+        scores = score_slots(
+            leaf, labels, dataclasses.replace(pieces, head=head), uniforms=uniforms
+        )
+        forward = list(sizes)
         scores.cross_entropy.sum().backward()
         found.append([*(part.detach() for part in scores), leaf.grad])
+    assert sum(forward) == 24 and len(forward) == heads and max(forward) - min(forward) <= 3
     for whole, cut in zip(*found, strict=True):
         torch.testing.assert_close(whole, cut, rtol=0, atol=1e-12)
 
 
-def test_wrong_samples_follow_the_drafter_without_label_argmax_and_banned_ids() -> None:
+@pytest.mark.parametrize("samples", [False, True])
+def test_memory_of_a_wide_vocabulary_is_bounded_by_bytes(
+    monkeypatch: pytest.MonkeyPatch, samples: bool
+) -> None:
+    """Logits of all rows would be 12 MB; at any time some copies of a chunk's 0.5 MB live."""
+    width, vocabulary, rows = 8, 30_000, 100
+    weight = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(4))
+    head = dataclasses.replace(
+        random_head(), head=lambda h: h @ weight.T, vocab_size=vocabulary, dtype=torch.float32
+    )
+    labels = torch.arange(rows)
+    uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(5)) if samples else None
+
+    def score() -> None:
+        hidden = torch.ones(rows, width, requires_grad=True)
+        scores = score_slots(hidden, labels, head, uniforms=uniforms)
+        scores.cross_entropy.sum().backward()
+
+    bound = 500_000
+    monkeypatch.setattr(blocks, "LOGITS_BYTES", bound)
+    found = traced(score)
+    double = 2 if samples else 1  # samples need sums in fp64
+    assert found.largest <= double * bound and found.peak <= (8 if samples else 5) * bound
+    monkeypatch.setattr(blocks, "LOGITS_BYTES", 2**28)
+    assert traced(score).peak > 3 * 4 * rows * vocabulary  # the test would see whole logits
+
+
+def test_wrong_samples_follow_the_drafter_without_label_argmax_and_banned_ids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows_at_once(monkeypatch, 3000)
     hidden = torch.randn(6, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     n = 20_000
     uniforms = (torch.arange(n) + 0.5) / n
     label = torch.tensor(7)
-    scores = score_slots(
-        hidden.expand(n, 6), label.expand(n), random_head(), uniforms=uniforms, chunk_rows=3000
-    )
+    scores = score_slots(hidden.expand(n, 6), label.expand(n), random_head(), uniforms=uniforms)
     assert scores.sample is not None
     best = int(scores.prediction[0])
     assert best != 7

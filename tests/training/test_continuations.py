@@ -23,12 +23,13 @@ from vflash_analysis.training.continuations import (
     ContinuationSet,
     OnlineContinuations,
     collect_continuations,
+    frame_reader,
     greedy_continuation,
-    pixel_reader,
     read_states,
     states_path,
 )
 from vflash_analysis.training.loop import train
+from vflash_analysis.training.read_ahead import ReadAhead
 
 TARGET = tiny_target(0)
 TAPS = (0, 2)
@@ -193,8 +194,9 @@ def test_online_states_equal_the_stored_ones(tmp_path: Path) -> None:
     some = clips(tmp_path)
     collect(tmp_path, some)
     stored = ContinuationSet(tmp_path / "out")
-    pixels = {c.clip_id: TARGET.prepare_frames(tiny_frames(i, 2)) for i, c in enumerate(some)}
-    online = OnlineContinuations(tmp_path / "out", TARGET, pixels.__getitem__, TAPS)
+    read = {c.clip_id: tiny_frames(i, 2) for i, c in enumerate(some)}
+    frames = ReadAhead(read.__getitem__)
+    online = OnlineContinuations(tmp_path / "out", TARGET, frames, TAPS)
     for index in range(4):
         a, b = stored[index], online[index]
         assert torch.equal(a.input_ids, b.input_ids)
@@ -202,7 +204,7 @@ def test_online_states_equal_the_stored_ones(tmp_path: Path) -> None:
         torch.testing.assert_close(a.states.double(), b.states, rtol=2**-8, atol=1e-9)
     assert len(stored) == len(online) and stored.anchor_counts() == online.anchor_counts()
     with pytest.raises(InputError, match="tiny-0"):
-        OnlineContinuations(tmp_path / "out", tiny_target(1), pixels.__getitem__, TAPS)
+        OnlineContinuations(tmp_path / "out", tiny_target(1), frames, TAPS)
 
 
 def test_texts_without_states_feed_training_online(tmp_path: Path) -> None:
@@ -215,8 +217,8 @@ def test_texts_without_states_feed_training_online(tmp_path: Path) -> None:
     reader = Reader()
     collect(tmp_path, some, reader, store_states=False)
     assert reader.paths == []
-    pixels = pixel_reader(TARGET, some, reader, NUM_FRAMES)
-    online = OnlineContinuations(tmp_path / "out", TARGET, pixels, TAPS)
+    frames = ReadAhead(frame_reader(some, reader, NUM_FRAMES))
+    online = OnlineContinuations(tmp_path / "out", TARGET, frames, TAPS)
     assert torch.equal(online[2].input_ids, ContinuationSet(tmp_path / "stored")[2].input_ids)
     assert reader.paths == ["v2.mp4"]
     drafter = tiny_drafter(TARGET, 1, target_layer_ids=TAPS)
@@ -224,6 +226,7 @@ def test_texts_without_states_feed_training_online(tmp_path: Path) -> None:
     pieces = target_pieces(TARGET)
     train(drafter, pieces, online, chosen, tmp_path / "train", log=lambda line: None)
     assert (tmp_path / "train" / "drafter" / "model.safetensors").is_file()
+    assert len(reader.paths) == 1 + 2 * 2  # each visit's frames once, read ahead or not
 
 
 def test_bad_clips_are_recorded_and_the_others_kept(tmp_path: Path) -> None:

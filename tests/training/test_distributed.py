@@ -1,4 +1,9 @@
-"""Two processes on the CPU (gloo): DDP and FSDP2 give what one process gives."""
+"""Two processes on the CPU (gloo): DDP and FSDP2 give what one process gives, killed or not.
+
+accelerate takes FSDP2 for GPUs only: on a CPU its state would say DDP, whatever was asked for. So
+`sharded` tells that state what it is; all that follows is accelerate's own: its plugin, made from
+the variables that `accelerate launch` sets, sharding, checkpoints and the gathered weights.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +11,22 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.training.test_loop import PIECES, TARGET, new, run
+from tests.training.test_loop import PIECES, TARGET, Killed, killed_after, new, run
 from tests.training.toys import ListSource, batch_of, random_source, settings
-from vflash_analysis.model.drafter import load_drafter
+from vflash_analysis.model.drafter import drafter_sha256, load_drafter
 from vflash_analysis.records import TRAINING, read_records
+from vflash_analysis.training import loop
 from vflash_analysis.training.objectives import compute_loss
 from vflash_analysis.training.step import TrainingStep, gradient_step
 
@@ -49,18 +58,77 @@ def gradients(source: ListSource, processes: Processes, shard: bool) -> dict[str
     model = TrainingStep(drafter, PIECES, chosen, compute_loss)
     if shard:
         fully_shard(model, mesh=init_device_mesh("cpu", (processes.num_processes,)))
-    gradient_step(model, [batch_of(source, 15)], 3, processes)
+    gradient_step(model, [lambda with_states: batch_of(source, 15)], 3, processes)
     found = {name: p.grad for name, p in drafter.named_parameters()}
     assert all(hasattr(grad, "full_tensor") == shard for grad in found.values())
     return {n: grad.full_tensor() if shard else grad for n, grad in found.items()}
 
 
+# As `accelerate launch` sets them for the command in `training/launch.py`.
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+class Sharded(Accelerator):
+    """Accelerate on CPUs, told that it shards."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        plugin = FullyShardedDataParallelPlugin()
+        self.state.distributed_type = DistributedType.FSDP
+        self.state.fsdp_plugin = plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+@contextlib.contextmanager
+def sharded() -> Iterator[None]:
+    """Training under accelerate's FSDP2."""
+    before = dict(os.environ)
+    os.environ.update(FSDP2)
+    AcceleratorState._reset_state()
+    loop.Accelerator = Sharded  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        loop.Accelerator = Accelerator  # type: ignore[misc]
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_CPU
+        AcceleratorState._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def options(optimizer: str, objective: str = "self_reveal") -> dict[str, Any]:
+    """4 steps in micro-batches of one clip: accumulation, and states that are made one by one."""
+    chosen = settings(
+        steps=4, revealed_weight=0.5, checkpoint_every=2, optimizer=optimizer, objective=objective
+    )
+    validation = random_source(new(), 9, prompt=14)
+    return {"settings": chosen, "validation": validation, "log_every": 2, "micro_clips": 1}
+
+
 def train_on(out: Path) -> None:
     """Trains once with each optimizer, into a folder of its name."""
     for optimizer in OPTIMIZERS:
-        chosen = settings(steps=4, revealed_weight=0.5, checkpoint_every=2, optimizer=optimizer)
-        validation = random_source(new(), 9, prompt=14)
-        run(out / optimizer, settings=chosen, validation=validation, log_every=2)
+        run(out / optimizer, **options(optimizer))
+
+
+def killed_and_resumed(out: Path) -> list[str]:
+    """Trains, killed in step 3 after the checkpoint of step 2, and again; what the second said."""
+    wanted = options("adamw")
+    # a step is two counts and two losses of a rank; step 2 ends with the validation's forwards
+    calls = 2 * 4 + 5
+    with contextlib.suppress(Killed):
+        run(out, loss=killed_after(calls), **wanted)
+    assert not (out / "drafter").is_dir()
+    lines: list[str] = []
+    run(out, log=lines.append, **wanted)
+    return lines
 
 
 def worker(out: Path) -> None:
@@ -69,14 +137,22 @@ def worker(out: Path) -> None:
     train_on(out)
     source = random_source(new(), 4)
     rank, count = dist.get_rank(), dist.get_world_size()
-    sharded = gradients(ListSource(source.items[rank::count]), Processes(count), shard=True)
+    first = rank == 0
+    lines = killed_and_resumed(out / "ddp")
+    assert ("resuming after step 2 of 4" in lines) == first
+    with sharded():
+        run(out / "fsdp2", **options("adamw"))
+        lines = killed_and_resumed(out / "fsdp2-resumed")
+        assert ("resuming after step 2 of 4" in lines) == first
+    gradient = gradients(ListSource(source.items[rank::count]), Processes(count), shard=True)
     whole = gradients(source, Processes(1), shard=False)
-    worst = max(float((sharded[name] - whole[name]).abs().max()) for name in whole)
+    worst = max(float((gradient[name] - whole[name]).abs().max()) for name in whole)
     (out / f"worst-{rank}.txt").write_text(str(worst))
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    """Same weights and metrics; each of 9 validation clips counts once; FSDP2's gradient."""
+    """Same weights and metrics; each of 9 validation clips counts once; FSDP2's gradient; and a
+    killed run goes on to the same bits, under DDP and under FSDP2."""
     train_on(tmp_path / "1")
     script = tmp_path / "run.py"
     script.write_text(
@@ -106,9 +182,14 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     for a, b in zip(one["slot_accuracy"], two["slot_accuracy"], strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-12)
     assert one["n_right"].tolist() == two["n_right"].tolist()
-    first, second = (weights(out) for out in found)
+    first, second, shards = (weights(out) for out in (*found, tmp_path / "2" / "fsdp2"))
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(first[name], shards[name], rtol=1e-4, atol=1e-5)
+    for straight, resumed in (("adamw", "ddp"), ("fsdp2", "fsdp2-resumed")):
+        both = [tmp_path / "2" / name / "drafter" for name in (straight, resumed)]
+        assert drafter_sha256(both[0]) == drafter_sha256(both[1])
+        assert not (both[1].parent / "checkpoints").exists()
     # Muon turns a gradient in bfloat16: what two processes differ by is small beside the way gone
     start = new().state_dict()
     first, second = (weights(tmp_path / processes / "muon") for processes in "12")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
@@ -17,6 +18,7 @@ from tests.training.toys import ListSource, random_source, settings
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256, load_drafter
+from vflash_analysis.model.network import DrafterLayer
 from vflash_analysis.records import TRAINING, read_records
 from vflash_analysis.training import checkpoints, loop
 from vflash_analysis.training.blocks import target_pieces
@@ -119,6 +121,26 @@ def test_a_resume_sees_the_clips_that_the_kill_left_out(tmp_path: Path) -> None:
     assert len(first.read) == 16  # the batch of step 8 was read, then came the kill
     assert len(second.read) == 6
     assert sorted(first.read[:14] + second.read) == sorted(first.clip_ids())
+
+
+def test_a_source_is_told_what_comes_up_to_the_end_of_the_next_step(tmp_path: Path) -> None:
+    chosen = settings(steps=3, clips_per_step=2, evaluate_every=3)
+    source, held = random_source(new(), 7), random_source(new(), 3, prompt=14)
+    told: list[tuple[list[str], int]] = []
+    for data in (source, held):
+
+        def expect(indices: Any, data: ListSource = data) -> None:
+            told.append(([f"clip-{i}" for i in indices], len(data.read)))
+
+        data.expect = expect  # type: ignore[method-assign]
+    run(tmp_path, settings=chosen, source=source, validation=held, micro_clips=1)
+    assert len(source.read) == 6
+    assert told == [
+        (source.read[:4], 0),
+        (source.read[2:6], 2),
+        (source.read[4:6], 4),
+        (held.read, 0),
+    ]
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_previous_one(
@@ -348,6 +370,31 @@ def test_long_contexts_are_cut_into_micro_batches(
     first, second = weights(whole), weights(cut)
     for name in first:
         torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-5)
+
+
+def test_activation_checkpointing_changes_neither_drafter_nor_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ran out of memory goes on with it, to the same bits."""
+    straight = run(tmp_path / "a")
+    calls = 0
+    real = DrafterLayer.blocks
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(self, *arguments)
+
+    monkeypatch.setattr(DrafterLayer, "blocks", counted)
+    counts = []
+    for saving in (False, True):
+        stopped = killed_after(11) if not saving else compute_loss
+        with pytest.raises(Killed) if not saving else contextlib.nullcontext():
+            run(tmp_path / "b", settings=settings(activation_checkpointing=saving), loss=stopped)
+        counts.append(calls)
+    assert drafter_sha256(tmp_path / "b" / "drafter") == drafter_sha256(straight)
+    # 11 steps without and 10 with: the two forwards with gradient are run once more
+    assert counts[1] - counts[0] - 10 * 2 * 2 == pytest.approx(counts[0] * 10 / 11, rel=0.2)
 
 
 def test_autocast_keeps_fp32_masters_and_learns(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +13,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from tests.memory import traced
 from tests.tiny import tiny_drafter, tiny_target
 from tests.training.toys import ListSource, batch_of, random_source, settings
 from vflash_analysis.errors import InputError
-from vflash_analysis.training.batches import FlowBatch
+from vflash_analysis.training.batches import Continuation, FlowBatch, training_batch
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.compute import context_cost, forward_equivalents
-from vflash_analysis.training.objectives import compute_loss
+from vflash_analysis.training.objectives import compute_loss, counted_by_labels
 from vflash_analysis.training.progress import Progress, Window
 from vflash_analysis.training.step import (
+    MakeBatch,
     TrainingStep,
     gradient_step,
     learning_rate,
@@ -30,6 +34,10 @@ from vflash_analysis.training.step import (
 
 TARGET = tiny_target(0)
 PIECES = target_pieces(TARGET)
+
+
+def made(batch: FlowBatch) -> MakeBatch:
+    return lambda with_states: batch
 
 
 def uneven_batches(micro_clips: int) -> list[FlowBatch]:
@@ -54,7 +62,9 @@ def test_accumulation_equals_the_large_batch(changes: dict[str, Any], micro_clip
     for size in (4, micro_clips):
         drafter = tiny_drafter(TARGET, 1)
         model = TrainingStep(drafter, PIECES, settings(**changes), compute_loss)
-        sums = gradient_step(model, uneven_batches(size), 5, Accelerator(cpu=True))
+        sums = gradient_step(
+            model, [made(batch) for batch in uneven_batches(size)], 5, Accelerator(cpu=True)
+        )
         found.append(([p.grad for p in drafter.parameters()], sums))
     (whole, whole_sums), (cut, cut_sums) = found
     for a, b in zip(whole, cut, strict=True):
@@ -64,14 +74,64 @@ def test_accumulation_equals_the_large_batch(changes: dict[str, Any], micro_clip
         torch.testing.assert_close(value, cut_sums[name], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("changes", "by_labels"),
+    [
+        ({"objective": "self_reveal"}, True),
+        ({"objective": "self_reveal", "revealed_weight": 0.0}, False),
+    ],
+)
+def test_states_live_for_one_micro_batch(changes: dict[str, Any], by_labels: bool) -> None:
+    """Counted by labels, they are made once and never two at a time; else they wait on the host."""
+    chosen = settings(**changes)
+    assert counted_by_labels(chosen) == by_labels
+    drafter = tiny_drafter(TARGET, 1)
+    source = random_source(drafter, 3)
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    seen: list[int] = []
+
+    class Online(ListSource):
+        """States that are made at every access, as the target makes them."""
+
+        def __getitem__(self, index: int) -> Continuation:
+            seen.append(sum(ref() is not None for ref in alive))
+            item = super().__getitem__(index)
+            states = item.states.clone()
+            alive.append(weakref.ref(states.untyped_storage()))
+            return dataclasses.replace(item, states=states)
+
+    data = Online(source.items)
+
+    def make(index: int, with_states: bool) -> FlowBatch:
+        return training_batch(
+            data, [(0, index)], seed=0, anchors_per_clip=4, n_slots=15, max_rounds=3,
+            with_states=with_states,
+        )  # fmt: skip
+
+    model = TrainingStep(drafter, PIECES, chosen, compute_loss)
+    makers = [functools.partial(make, index) for index in range(3)]
+    gradient_step(model, makers, 5, Accelerator(cpu=True), counted_by_labels=by_labels)
+    assert data.read == ["clip-0", "clip-1", "clip-2"]
+    assert seen == ([0, 0, 0] if by_labels else [0, 1, 2])  # on a CPU the host is the device
+    assert not any(ref() is not None for ref in alive)
+    whole = tiny_drafter(TARGET, 1)
+    batch = training_batch(
+        source, [(0, i) for i in range(3)], seed=0, anchors_per_clip=4, n_slots=15, max_rounds=3
+    )
+    step = TrainingStep(whole, PIECES, chosen, compute_loss)
+    gradient_step(step, [made(batch)], 5, Accelerator(cpu=True))
+    for a, b in zip(drafter.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-10)
+
+
 def test_a_batch_without_supervised_tokens_is_an_error() -> None:
     batch = uneven_batches(4)[0]
     empty = dataclasses.replace(batch, supervised=torch.zeros_like(batch.supervised))
     model = TrainingStep(tiny_drafter(TARGET, 1), PIECES, settings(), compute_loss)
     with pytest.raises(InputError, match=r"clip-0, clip-1.*no supervised token"):
-        gradient_step(model, [empty], 0, Accelerator(cpu=True))
+        gradient_step(model, [made(empty)], 0, Accelerator(cpu=True))
     with pytest.raises(InputError, match="no supervised token"):
-        gradient_step(model, [empty, empty], 0, Accelerator(cpu=True))
+        gradient_step(model, [made(empty)] * 2, 0, Accelerator(cpu=True))
 
 
 def test_a_term_without_weight_counts_nothing() -> None:
@@ -203,3 +263,28 @@ def test_progress_prints_plain_lines_and_always_the_last() -> None:
     assert lines[0].startswith("step 41/50 | loss 1.0 | ") and lines[0].endswith(" left")
     assert lines[1].startswith("step 50/50") and lines[1].endswith("| 0:00 left")
     assert not any("\r" in line or "\n" in line for line in lines)
+
+
+@pytest.mark.parametrize("objective", ["mask_only", "wrong_reveal"])
+def test_activation_checkpointing_gives_the_same_gradients_in_less_memory(objective: str) -> None:
+    """Bit for bit in fp32; layers that are wide against their input keep little of what they make."""
+    target = tiny_target(0, dtype=torch.float32)
+    found, peaks = [], []
+    for checkpointing in (False, True):
+        drafter = tiny_drafter(target, 1, num_hidden_layers=6)
+        if checkpointing:
+            drafter.activation_checkpointing_enable({"use_reentrant": False})
+        model = TrainingStep(
+            drafter, target_pieces(target), settings(objective=objective), compute_loss
+        )
+        batch = batch_of(random_source(drafter, 2, prompt=100, new=(40,)), 15, anchors_per_clip=20)
+
+        def step(model: nn.Module = model, batch: FlowBatch = batch) -> None:
+            model.zero_grad()
+            gradient_step(model, [made(batch)], 5, Accelerator(cpu=True))
+
+        step()
+        peaks.append(traced(step).peak)
+        found.append([p.grad for p in drafter.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert peaks[1] < 0.5 * peaks[0]

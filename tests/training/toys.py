@@ -54,6 +54,12 @@ class ListSource:
         self.read.append(self.items[index].clip_id)
         return self.items[index]
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """Nothing is read ahead."""
+
+    def text(self, index: int) -> Continuation:
+        return dataclasses.replace(self.items[index], states=torch.empty(0, 0))
+
     def anchor_counts(self) -> list[int]:
         return [item.new_tokens - 1 for item in self.items]
 
@@ -158,6 +164,7 @@ class Oracle(nn.Module):
             embed=lambda ids: ids[..., None].double(),
             head=lambda hidden: hidden,
             banned_ids=torch.tensor([self.vocabulary - 1]),
+            vocab_size=self.vocabulary,
             dtype=torch.float64,
         )
 

@@ -158,15 +158,24 @@ def prefix_and_block(
     return merge_by_lse(out_a, lse_a, out_b, lse_b)
 
 
+def flash_kernel_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `prefix_attention_with_lse` runs: anything on a CPU; on CUDA half precision, head
+    sizes in eights, Ampere or newer."""
+    return device.type == "cpu" or (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )
+
+
 def _flash_prefix_possible(query: torch.Tensor) -> bool:
-    """Torch's CUDA flash kernel: half precision, head sizes in eights, Ampere or newer."""
+    """The flash kernel over a prefix, where it is the fast one and no gradient is asked for."""
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
         and not query.requires_grad
+        and flash_kernel_takes(query.device, query.dtype, query.shape[-1])
     )
 
 

@@ -9,6 +9,7 @@ Saved and loaded by `save_pretrained` / `from_pretrained` and named as Hugging F
 `target.model.generate(..., assistant_model=drafter, speculation_type="dflash")` works too.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,8 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutput
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.attention import additive_mask, fold_mask, grouped_attention
+from vflash_analysis.model.attention import grouped_attention
+from vflash_analysis.model.block_attention import BlockView, attend_blocks, view_blocks
 from vflash_analysis.model.cache import BLOCK_SIZE, KVCache
 from vflash_analysis.model.taps import check_tap_layers
 
@@ -175,6 +177,25 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def blocks(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        context_keys: torch.Tensor,
+        context_values: torch.Tensor,
+        view: BlockView,
+    ) -> torch.Tensor:
+        """The layer over the rows of many blocks (B, A * S, H), see `forward_blocks`."""
+        attention = self.self_attn
+        normed = self.input_layernorm(hidden)
+        queries = attention.queries(normed, cos, sin)
+        keys, values = attention.keys_values(normed, cos, sin)
+        attended = attend_blocks(
+            queries, keys, values, context_keys, context_values, view, attention.scaling
+        )
+        return self.finish(hidden, attended)
+
     def finish(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Output projection, residuals and MLP: hidden (B, Q, H), attended (B, Q, heads, D)."""
         hidden = hidden + self.self_attn.o_proj(attended.flatten(2))
@@ -191,6 +212,7 @@ class VFlashDrafter(PreTrainedModel):
     config_class = VFlashConfig
     base_model_prefix = "model"
     main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True  # of `forward_blocks`; Hugging Face's switch
     _supports_sdpa = True
     _no_split_modules = ("DrafterLayer",)
 
@@ -202,6 +224,7 @@ class VFlashDrafter(PreTrainedModel):
         self.context_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
         self._rotary_table: tuple[torch.Tensor, torch.Tensor] | None = None
         self.post_init()
 
@@ -365,7 +388,8 @@ class VFlashDrafter(PreTrainedModel):
         """
         cos, sin = self.rotary(context_positions)
         return [
-            layer.self_attn.keys_values(context_hidden, cos, sin) for layer in self.drafter_layers
+            self._recomputed(layer.self_attn.keys_values, context_hidden, cos, sin)
+            for layer in self.drafter_layers
         ]
 
     def forward_blocks(
@@ -398,34 +422,22 @@ class VFlashDrafter(PreTrainedModel):
         hidden = noise_embeds.flatten(1, 2)  # (B, A * S, H)
         if max_rows is None:
             max_rows = 512 if hidden.is_cuda else 128
-        per_chunk = max(1, max_rows // slots)
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
-        masks = [
-            fold_mask(additive_mask(mask, hidden.dtype), groups)
-            for mask in _block_masks(visible, slots, per_chunk)
-        ]
+        config = self.config
+        groups = config.num_attention_heads // config.num_key_value_heads
+        view = view_blocks(visible, slots, max_rows, groups, hidden.dtype, config.head_dim)
         for layer, (context_keys, context_values) in zip(
             self.drafter_layers, context_keys_values, strict=True
         ):
-            attention = layer.self_attn
-            normed = layer.input_layernorm(hidden)
-            queries = attention.queries(normed, cos, sin)
-            keys, values = attention.keys_values(normed, cos, sin)
-            parts = []
-            for number, mask in enumerate(masks):
-                rows = slice(number * per_chunk * slots, (number + 1) * per_chunk * slots)
-                parts.append(
-                    grouped_attention(
-                        queries[:, :, rows],
-                        torch.cat((context_keys, keys[:, :, rows]), dim=2),
-                        torch.cat((context_values, values[:, :, rows]), dim=2),
-                        mask,
-                        False,
-                        attention.scaling,
-                    )
-                )
-            hidden = layer.finish(hidden, parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
+            hidden = self._recomputed(
+                layer.blocks, hidden, cos, sin, context_keys, context_values, view
+            )
         return self.norm(hidden).view(batch, anchors, slots, width)
+
+    def _recomputed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Part of a layer; with activation checkpointing the backward pass runs it once more."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(function, *arguments)
+        return function(*arguments)
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -447,15 +459,3 @@ def _padding_mask(attention_mask: torch.Tensor | None, keys: int) -> torch.Tenso
         return attention_mask
     visible = attention_mask.to(torch.bool)
     return None if bool(visible.all()) else visible[:, None, None, :]
-
-
-def _block_masks(visible: torch.Tensor, slots: int, per_chunk: int) -> list[torch.Tensor]:
-    """Masks (B, 1, a*S, C + a*S) of chunks of blocks: their context, and themselves."""
-    masks = []
-    for chunk in visible.split(per_chunk, dim=1):
-        batch, anchors = chunk.shape[:2]
-        context = chunk.repeat_interleave(slots, dim=1)  # (B, a * S, C)
-        block = torch.arange(anchors, device=visible.device).repeat_interleave(slots)
-        own = (block[:, None] == block[None, :]).expand(batch, -1, -1)  # (B, a * S, a * S)
-        masks.append(torch.cat((context, own), dim=2)[:, None])
-    return masks

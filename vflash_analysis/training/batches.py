@@ -36,7 +36,7 @@ class Continuation:
         split: split name.
         input_ids: (P + N,) int64, prompt and continuation.
         prompt_tokens: P.
-        states: (P + N - 1, n * H), row p is the tapped states after reading token p.
+        states: (P + N - 1, n * H), row p is the tapped states after reading token p; or no row.
     """
 
     clip_id: str
@@ -218,7 +218,12 @@ def readable_context(
 
 
 def _pad_rows(tensors: Sequence[Tensor], length: int) -> Tensor:
-    """Stacks tensors that differ in their first size, padded by zeros to `length`."""
+    """Stacks tensors that differ in their first size, padded by zeros to `length`.
+
+    One tensor alone is not copied: at 25k tokens the states of a clip are 0.7 GB.
+    """
+    if len(tensors) == 1 and tensors[0].shape[0] == length:
+        return tensors[0][None]
     out = tensors[0].new_zeros((len(tensors), length, *tensors[0].shape[1:]))
     for row, tensor in zip(out, tensors, strict=True):
         row[: tensor.shape[0]] = tensor
@@ -237,7 +242,7 @@ def make_batch(
     """Pads clips into one batch.
 
     Args:
-        items: B continuations.
+        items: B continuations; one without states has no context.
         anchors: per clip, (A_b,) indices within the continuation (0 is its first token).
         n_slots: K.
         draws: per clip, reveal draws of its A_b anchors.
@@ -252,7 +257,7 @@ def make_batch(
     states, positions, anchor_rows, id_rows, label_rows, supervised_rows = [], [], [], [], [], []
     for b, (item, indices) in enumerate(zip(items, anchors, strict=True)):
         at = indices + item.prompt_tokens
-        end = int(at.max())  # no block of this clip sees more
+        end = min(int(at.max()), item.states.shape[0])  # no block of this clip sees more
         context = torch.arange(end)
         keep = None if kept is None else kept[b]
         if keep is not None:
@@ -300,6 +305,7 @@ def training_batch(
     context: str | float = "all",
     video_token_id: int = -1,
     stop_ids: Collection[int] = (),
+    with_states: bool = True,
 ) -> FlowBatch:
     """The batch of some visits: (epoch, item) pairs as `step_visits` gives them.
 
@@ -313,13 +319,14 @@ def training_batch(
         context: what the drafter reads, see `readable_context`.
         video_token_id: the target's.
         stop_ids: see `block_labels`.
+        with_states: False leaves the context empty: what is supervised is known from the texts.
 
     Raises:
         InputError: an item offers no anchor.
     """
     items, anchors, draws = [], [], []
     for epoch, index in visits:
-        item = source[index]
+        item = source[index] if with_states else source.text(index)
         if item.new_tokens < 2:
             raise InputError(
                 f"clip {item.clip_id}: found {item.new_tokens} new tokens, allowed: 2 or more"
@@ -329,5 +336,7 @@ def training_batch(
         draws.append(draw_reveals(chosen.shape[0], n_slots, max_rounds, generator))
         items.append(item)
         anchors.append(chosen)
-    kept = [readable_context(item, context, video_token_id) for item in items]
+    kept = None
+    if with_states:
+        kept = [readable_context(item, context, video_token_id) for item in items]
     return make_batch(items, anchors, n_slots, draws=draws, kept=kept, stop_ids=stop_ids)

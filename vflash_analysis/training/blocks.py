@@ -19,6 +19,11 @@ from vflash_analysis.model.drafter import visible_context
 from vflash_analysis.model.target import Target
 from vflash_analysis.training.batches import FlowBatch
 
+LOGITS_BYTES = 2**28
+"""Of one copy of the logits that `score_slots` makes at a time; some five such copies live at its
+peak (logits, their softmax, the allowed ones, temporaries). 441 rows of a 152,064-token vocabulary
+in fp32, enough to keep the head's product busy; every row of a small vocabulary."""
+
 
 @dataclass(frozen=True)
 class TargetPieces:
@@ -28,6 +33,7 @@ class TargetPieces:
         embed: token ids (...) to embeddings (..., H).
         head: hidden states (..., H) to logits (..., V).
         banned_ids: (n,) int64, ids that are never drafted, hence never written into a slot.
+        vocab_size: V, rows of the embedding and of the head.
         stop_ids: ids that end a text.
         dtype: what `head` takes.
         sha256: identity of the target.
@@ -37,6 +43,7 @@ class TargetPieces:
     embed: Callable[[Tensor], Tensor]
     head: Callable[[Tensor], Tensor]
     banned_ids: Tensor
+    vocab_size: int
     stop_ids: frozenset[int] = frozenset()
     dtype: torch.dtype = torch.float32
     sha256: str = ""
@@ -49,6 +56,7 @@ def target_pieces(target: Target) -> TargetPieces:
         embed=target.embed,
         head=target.head,
         banned_ids=target.banned_ids,
+        vocab_size=target.vocab_size,
         stop_ids=target.stop_ids,
         dtype=target.dtype,
         sha256=target.source_sha256,
@@ -92,12 +100,11 @@ def score_slots(
     target: TargetPieces,
     *,
     uniforms: Tensor | None = None,
-    chunk_rows: int = 8192,
 ) -> SlotScores:
-    """Cross-entropy and greedy choice of each slot, a bounded number of rows at a time.
+    """Cross-entropy and greedy choice of each slot, as many rows at a time as LOGITS_BYTES hold.
 
-    Logits of a chunk are freed after it and made again in the backward pass, so memory is
-    chunk_rows x V and not rows x V.
+    Logits of a chunk are freed after it and made again in the backward pass, so memory is bounded
+    whatever the rows and the vocabulary; the chunks are of like size.
 
     Args:
         hidden: (..., H) the drafter's last hidden states.
@@ -106,17 +113,19 @@ def score_slots(
             choice and its confidence over the allowed ids.
         uniforms: (...) quantiles; when given, `sample` is drawn from the drafter without the
             label, the argmax and the banned ids.
-        chunk_rows: rows per chunk.
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     noise = None if uniforms is None else uniforms.reshape(-1)
     n_rows = rows.shape[0]
-    if n_rows <= chunk_rows:
+    at_once = max(1, LOGITS_BYTES // (target.vocab_size * max(4, target.dtype.itemsize)))
+    n_chunks = -(-n_rows // at_once)
+    if n_chunks <= 1:
         parts = _score_chunk(rows, flat, noise, target)
     else:
         chunks = []
-        for start in range(0, n_rows, chunk_rows):
-            cut = slice(start, start + chunk_rows)
+        size = -(-n_rows // n_chunks)
+        for start in range(0, n_rows, size):
+            cut = slice(start, start + size)
             chunk_noise = None if noise is None else noise[cut]
             chunks.append(
                 checkpoint(
@@ -151,7 +160,9 @@ def project_context(drafter: Any, batch: FlowBatch) -> Context:
     # Under autocast the projection runs in half precision anyway; at 25k tokens a copy is 1.4 GB.
     autocast = torch.is_autocast_enabled(batch.states.device.type)
     states = batch.states if autocast else batch.states.to(dtype)
-    hidden = drafter.project(states, keep=visible_rows(batch).any(1))
+    seen = visible_rows(batch).any(1)
+    # Without padding every row is seen, and a copy of the states without the others is spared.
+    hidden = drafter.project(states, keep=None if bool(seen.all()) else seen)
     return Context(drafter.context_keys_values(hidden, batch.context_positions), dtype)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vflash_analysis.config import TrainSettings, to_json
+from vflash_analysis.config import TrainSettings, result_settings
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import NOT_IDENTITY
 from vflash_analysis.records import read_json, write_json_atomic
@@ -105,7 +105,7 @@ def run_identity(drafter: Any, settings: TrainSettings, clip_ids: Sequence[str])
     for name in (*NOT_IDENTITY, "architectures", "dtype", "training"):
         config.pop(name, None)
     clips = hashlib.sha256("\n".join(clip_ids).encode()).hexdigest()
-    return {"settings": to_json(settings), "drafter": config, "clips": clips}
+    return {"settings": result_settings(settings), "drafter": config, "clips": clips}
 
 
 def check_identity(place: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:

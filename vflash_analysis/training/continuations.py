@@ -41,6 +41,7 @@ from vflash_analysis.records import (
 )
 from vflash_analysis.training.batches import Continuation
 from vflash_analysis.training.progress import Progress
+from vflash_analysis.training.read_ahead import ReadAhead
 
 STATES = "states"
 
@@ -329,6 +330,13 @@ class ContinuationSource(ABC):
         """Tokens of prompt and continuation of each item."""
         return [len(row["input_ids"]) for row in self.rows]
 
+    def expect(self, indices: Sequence[int]) -> None:  # noqa: B027
+        """Which items will be asked for next, in this order; a source may read ahead."""
+
+    def text(self, index: int) -> Continuation:
+        """The item without its states: nothing is read or recomputed."""
+        return self._continuation(self.rows[index], torch.empty(0, 0))
+
     def _continuation(self, row: dict[Any, Any], states: Tensor) -> Continuation:
         return Continuation(
             clip_id=row["clip_id"],
@@ -368,16 +376,15 @@ class ContinuationSet(ContinuationSource):
         return item
 
 
-def pixel_reader(
-    target: Target, clips: Sequence[Clip], reader: Any, num_frames: int
-) -> Callable[[str], Tensor]:
-    """Pixel values (1, T, 3, S, S) by clip id, read from the clip's file at every call."""
+def frame_reader(clips: Sequence[Clip], reader: Any, num_frames: int) -> Callable[[str], Tensor]:
+    """Frames (T, H, W, 3) uint8 by clip id, read from the clip's file at every call."""
     by_id = {clip.clip_id: clip for clip in clips}
 
-    def pixels(clip_id: str) -> Tensor:
-        return target.prepare_frames(reader.read_clip(by_id[clip_id], num_frames).frames)
+    def frames(clip_id: str) -> Tensor:
+        read: Tensor = reader.read_clip(by_id[clip_id], num_frames).frames
+        return read
 
-    return pixels
+    return frames
 
 
 class OnlineContinuations(ContinuationSource):
@@ -386,7 +393,7 @@ class OnlineContinuations(ContinuationSource):
     Args:
         folder: of `collect_continuations`; only its records are read.
         target: the target that wrote the texts.
-        pixels: pixel values of a clip by its id, see `pixel_reader`.
+        frames: of a clip by its id, see `frame_reader`.
         tap_layer_ids: layers whose outputs are read.
 
     Raises:
@@ -397,17 +404,20 @@ class OnlineContinuations(ContinuationSource):
         self,
         folder: str | Path,
         target: Target,
-        pixels: Callable[[str], Tensor],
+        frames: ReadAhead,
         tap_layer_ids: Sequence[int],
     ) -> None:
         super().__init__(folder)
-        self._target, self._pixels, self._taps = target, pixels, tuple(tap_layer_ids)
+        self._target, self._frames, self._taps = target, frames, tuple(tap_layer_ids)
         writers = {row["target_sha256"] for row in self.rows} - {target.source_sha256}
         if writers:
             raise InputError(
                 f"{self.folder}: texts of target {writers.pop()}, allowed: {target.source_sha256}, "
                 "the target that is loaded"
             )
+
+    def expect(self, indices: Sequence[int]) -> None:
+        self._frames.expect([self.rows[index]["clip_id"] for index in indices])
 
     def __getitem__(self, index: int) -> Continuation:
         row = self.rows[index]
@@ -416,7 +426,7 @@ class OnlineContinuations(ContinuationSource):
             self._target,
             ids,
             int(row["prompt_tokens"]),
-            self._pixels(row["clip_id"]),
+            self._target.prepare_frames(self._frames(row["clip_id"])),
             self._taps,
         )
         return self._continuation(row, states)

@@ -1,11 +1,23 @@
 """Train one drafter on several processes; the same call as notebook 40, under `accelerate launch`.
 
     accelerate launch --num_processes 8 -m vflash_analysis.training.launch --profile h100 \\
-        --arm self_reveal --train-seed 0 --target RUN --clips RUN --continuations RUN --out FOLDER
+        --arm self_reveal --target TARGET --clips CLIPS --continuations CONTINUATIONS --out DRAFTER
 
-`accelerate config` chooses DDP, FSDP2 or several nodes. With FSDP2 use the NO_WRAP policy: all of
-the drafter is gathered for a step, while gradients and optimizer state stay sharded. A killed run
-resumes when started again.
+The folders are those that `vflash plan` names; notebook 40 takes what it finds finished in DRAFTER.
+A killed run resumes when started again, on as many processes as before. Every process loads the
+target, reads its own clips with a frame reader of its own, and trains on its share of the batch,
+so `training.clips_per_step` must be a multiple of them. Muon needs whole matrices, hence DDP.
+
+FSDP2 shards gradients and optimizer state; NO_WRAP, since a step calls the drafter's layers one by
+one and not through their own forwards, so all of the drafter is gathered for a step:
+
+    accelerate launch --num_processes 8 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP \\
+        --fsdp_state_dict_type SHARDED_STATE_DICT --fsdp_cpu_ram_efficient_loading false -m ...
+
+On two nodes, on each of them (`--machine_rank` 0 and 1), with run folders that both see:
+
+    accelerate launch --multi_gpu --num_machines 2 --machine_rank 0 --main_process_ip HOST \\
+        --main_process_port 29500 --num_processes 16 -m ... --set training.clips_per_step=16
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from accelerate import Accelerator, DistributedType
 from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
-from vflash_analysis.config import TrainSettings, to_json
+from vflash_analysis.config import TrainSettings, result_settings
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
@@ -44,10 +44,11 @@ from vflash_analysis.training.checkpoints import (
 )
 from vflash_analysis.training.compute import context_cost, forward_equivalents
 from vflash_analysis.training.continuations import ContinuationSource
-from vflash_analysis.training.objectives import LossParts, compute_loss
+from vflash_analysis.training.objectives import LossParts, compute_loss, counted_by_labels
 from vflash_analysis.training.progress import Progress, Window
 from vflash_analysis.training.step import (
     Loss,
+    MakeBatch,
     TrainingStep,
     gradient_step,
     learning_rate,
@@ -119,7 +120,8 @@ def train(
         data: continuations; the first `settings.training_clips` usable ones are trained on.
         settings: see `TrainSettings`.
         out_folder: gets `checkpoints/`, `training.parquet`, and last `drafter/`.
-        loss: called like `objectives.compute_loss`.
+        loss: called like `objectives.compute_loss`; with `count_only` it may get batches without
+            states (see `objectives.counted_by_labels`).
         compute: forward-equivalents of a step from its log sums; None: `forward_equivalents`.
         validation: continuations for the loss every `evaluate_every` steps, on fixed anchors.
         micro_clips: clips per forward of one process; fewer than its share of the batch means
@@ -137,6 +139,10 @@ def train(
     """
     out = Path(out_folder)
     raise_to_fp32(drafter)
+    if settings.activation_checkpointing:
+        # Nothing in a drafter draws random numbers, so none need to be the same again.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        drafter.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     device = next(drafter.parameters()).device
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="no")
     ranks, rank = accelerator.num_processes, accelerator.process_index
@@ -167,9 +173,17 @@ def train(
     share = settings.clips_per_step // ranks
     micro = micro_clips or min(share, max(1, CONTEXT_TOKENS // longest))
 
-    def micro_batches(source: ContinuationSource, visits: Visits) -> list[FlowBatch]:
-        cuts = [visits[i : i + micro] for i in range(0, len(visits), micro)]
-        return [make_batch(source, cut).to(device) for cut in cuts]
+    def micro_batches(source: ContinuationSource, visits: Visits) -> list[MakeBatch]:
+        def make(cut: Visits, with_states: bool) -> FlowBatch:
+            return make_batch(source, cut, with_states=with_states).to(device)
+
+        return [
+            functools.partial(make, visits[i : i + micro]) for i in range(0, len(visits), micro)
+        ]
+
+    def own_visits(step: int) -> list[tuple[int, int]]:
+        visits = step_visits(settings.train_seed, step, settings.clips_per_step, len(items))
+        return [(epoch, items[place]) for epoch, place in visits[rank::ranks]]
 
     if settings.optimizer == "muon" and accelerator.distributed_type == DistributedType.FSDP:
         raise InputError(
@@ -187,6 +201,7 @@ def train(
         _save_drafter(accelerator, model, out / ".drafter.check")
         if rank == 0:
             shutil.rmtree(out / ".drafter.check")
+    by_labels = counted_by_labels(settings)
     window = Window(state.window)
     if compute is None:
         cost = context_cost(drafter.config)
@@ -200,10 +215,11 @@ def train(
         rate = learning_rate(settings, step)
         for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
             group["lr"] = rate
-        visits = step_visits(settings.train_seed, step, settings.clips_per_step, len(items))
-        mine = [(epoch, items[place]) for epoch, place in visits[rank::ranks]]
+        mine = own_visits(step)
+        coming = [*mine, *(own_visits(step + 1) if step + 1 < settings.steps else [])]
+        data.expect([item for _, item in coming])
         batches = micro_batches(data, mine)
-        sums = gradient_step(model, batches, step, accelerator)
+        sums = gradient_step(model, batches, step, accelerator, counted_by_labels=by_labels)
         accelerator.clip_grad_norm_(model.parameters(), settings.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
@@ -255,7 +271,7 @@ def _validate(
     validation: ContinuationSource,
     step: int,
     accelerator: Any,
-    micro_batches: Callable[[ContinuationSource, Visits], list[FlowBatch]],
+    micro_batches: Callable[[ContinuationSource, Visits], list[MakeBatch]],
     micro: int,
 ) -> dict[str, Any]:
     """The loss on fixed anchors and reveal draws of every usable validation clip, each once.
@@ -267,12 +283,13 @@ def _validate(
     ranks, rank = accelerator.num_processes, accelerator.process_index
     group = ranks * micro
     sums: dict[str, Tensor] = {}
-    for start in range(0, len(items), group):
-        visits = [("validation", item) for item in items[start : start + group]]
-        mine = visits[rank::ranks]
-        (batch,) = micro_batches(validation, mine or visits[:1])
+    starts = range(0, len(items), group)
+    owned = [items[start : start + group][rank::ranks] for start in starts]
+    validation.expect([item for mine in owned for item in mine])
+    for start, mine in zip(starts, owned, strict=True):
+        (make,) = micro_batches(validation, [("validation", i) for i in mine or items[start:][:1]])
         with torch.no_grad():
-            parts: LossParts = model(batch, step)
+            parts: LossParts = model(make(True), step)
         found = {"numerators": parts.numerators, "denominators": parts.denominators, **parts.sums}
         for name, value in found.items():
             sums[name] = sums.get(name, 0.0) + value.double() * bool(mine)
@@ -322,7 +339,7 @@ def _finish(
     }
     drafter = accelerator.unwrap_model(model).drafter
     # Seconds stay out: the config is part of the drafter's identity.
-    drafter.config.training = {**facts, "settings": to_json(settings)}
+    drafter.config.training = {**facts, "settings": result_settings(settings)}
     temporary = out / ".drafter.tmp"
     _save_drafter(accelerator, model, temporary)
     if accelerator.is_main_process:

@@ -142,6 +142,11 @@ def flow_weight(settings: TrainSettings, step: int) -> float:
     return settings.lambda_flow * ramp
 
 
+def counted_by_labels(settings: TrainSettings) -> bool:
+    """Whether labels alone tell a loss's denominators: every supervised slot counts alike."""
+    return settings.objective == "mask_only" or settings.revealed_weight == 1.0
+
+
 @torch.no_grad()
 def reveal(
     drafter: Any,
@@ -228,8 +233,9 @@ def compute_loss(
         target: embedding, head and banned ids; frozen.
         settings: objective and weights.
         step: 0-based, for the ramp of lambda.
-        count_only: return the denominators alone, as cheaply as they can be known: from the labels
-            when every slot counts alike, else by the reveal rounds without gradient.
+        count_only: return the denominators alone, as cheaply as they can be known: from the labels,
+            so that the batch needs no states, where `counted_by_labels`; else by the reveal
+            rounds without gradient.
     """
     n_slots = batch.labels.shape[-1]
     supervised = batch.supervised
@@ -238,7 +244,7 @@ def compute_loss(
     lambda_now = flow_weight(settings, step)
     has_flow = settings.objective != "mask_only"
     term_weights = weights.new_tensor([1.0, lambda_now] if has_flow else [1.0])
-    if count_only and (not has_flow or settings.revealed_weight == 1.0):
+    if count_only and counted_by_labels(settings):
         total = weights.sum()
         denominators = torch.stack([total, total]) if has_flow else total[None]
         return LossParts(torch.zeros_like(denominators), denominators, term_weights, {})

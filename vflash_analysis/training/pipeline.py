@@ -41,13 +41,14 @@ from vflash_analysis.training.continuations import (
     ContinuationSource,
     OnlineContinuations,
     collect_continuations,
-    pixel_reader,
+    frame_reader,
 )
 from vflash_analysis.training.evaluate import (
     drafter_facts,
     evaluate_anchors,
 )
 from vflash_analysis.training.loop import train
+from vflash_analysis.training.read_ahead import ReadAhead
 from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
 
 LISTS = ("training", "validation", "suites")
@@ -198,8 +199,10 @@ def continuations(
         return
     clips = clips_of(settings, clips_folder, name)
     with open_reader(settings.clips) as reader:
-        pixels = pixel_reader(target, clips, reader, settings.clips.num_frames)
-        yield OnlineContinuations(folder / name, target, pixels, tapped_layers(target, settings))
+        read = frame_reader(clips, reader, settings.clips.num_frames)
+        with contextlib.closing(ReadAhead(read)) as frames:
+            taps = tapped_layers(target, settings)
+            yield OnlineContinuations(folder / name, target, frames, taps)
 
 
 def train_drafter(

@@ -17,6 +17,7 @@ from vflash_analysis.training.blocks import TargetPieces
 from vflash_analysis.training.objectives import LossParts
 
 Loss = Callable[..., LossParts]
+MakeBatch = Callable[[bool], FlowBatch]  # with states, or without any context
 
 
 class TrainingStep(nn.Module):
@@ -98,12 +99,25 @@ def weighted_loss(numerators: Tensor, denominators: Tensor, weights: Tensor) -> 
 
 
 def gradient_step(
-    model: nn.Module, batches: Sequence[FlowBatch], step: int, accelerator: Any
+    model: nn.Module,
+    batches: Sequence[MakeBatch],
+    step: int,
+    accelerator: Any,
+    *,
+    counted_by_labels: bool = False,
 ) -> dict[str, Tensor]:
     """Adds the gradient of the global batch's loss, whatever its cut into micro-batches and ranks.
 
-    With one micro-batch the denominators come from its own forward; with more they are counted
-    first, which takes extra forwards only where they depend on the drafter (see `compute_loss`).
+    With one micro-batch the denominators come from its own forward. With more they are counted
+    first: from batches without states where labels alone decide; else by extra forwards, and the
+    states wait in host memory. So the device holds the states of one micro-batch at a time.
+
+    Args:
+        model: a `TrainingStep`, prepared by accelerate.
+        batches: make the micro-batches, on the model's device; asked in order, one at a time.
+        step: 0-based.
+        accelerator: accelerate's.
+        counted_by_labels: see `objectives.counted_by_labels`.
 
     Returns:
         The log sums of the global batch, with its numerators, denominators and weights.
@@ -113,29 +127,46 @@ def gradient_step(
     """
     denominators = None
     if len(batches) > 1:
-        with torch.no_grad():
-            counts = [model(batch, step, count_only=True).denominators for batch in batches]
-        denominators = _global_count(accelerator, torch.stack(counts).sum(0), batches)
+        counts: list[Tensor] = []
+        clips: list[str] = []
+        makers: list[MakeBatch] = []
+        for make in batches:
+            batch = make(not counted_by_labels)
+            with torch.no_grad():
+                counts.append(model(batch, step, count_only=True).denominators)
+            clips += batch.clip_ids
+            makers.append(make if counted_by_labels else _kept_on_host(batch))
+            del batch
+        batches = makers
+        denominators = _global_count(accelerator, torch.stack(counts).sum(0), clips)
     sums: dict[str, Tensor] = {}
-    for number, batch in enumerate(batches):
+    for number, make in enumerate(batches):
         last = number == len(batches) - 1
+        batch = make(True)
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             parts: LossParts = model(batch, step)
             if denominators is None:
-                denominators = _global_count(accelerator, parts.denominators, batches)
+                denominators = _global_count(accelerator, parts.denominators, batch.clip_ids)
             loss = weighted_loss(parts.numerators, denominators, parts.weights)
             # DDP and FSDP average gradients over the processes, the loss is a sum over them.
             accelerator.backward(loss * accelerator.num_processes)
         for name, value in {**parts.sums, "numerators": parts.numerators.detach()}.items():
             sums[name] = sums.get(name, 0.0) + value.double()
+        weights = parts.weights
+        del batch, parts, loss  # with its states, before the next batch makes its own
     sums = {name: accelerator.reduce(value, "sum") for name, value in sums.items()}
     assert denominators is not None
-    return {**sums, "denominators": denominators, "weights": parts.weights}
+    return {**sums, "denominators": denominators, "weights": weights}
 
 
-def _global_count(accelerator: Any, counts: Tensor, batches: Sequence[FlowBatch]) -> Tensor:
+def _kept_on_host(batch: FlowBatch) -> MakeBatch:
+    """Gives the batch again, on the device it was on."""
+    device, kept = batch.states.device, batch.to("cpu")
+    return lambda with_states: kept.to(device)
+
+
+def _global_count(accelerator: Any, counts: Tensor, clips: Sequence[str]) -> Tensor:
     total = accelerator.reduce(counts, "sum")
     if float(total[0]) <= 0:
-        clips = ", ".join(clip for batch in batches for clip in batch.clip_ids)
-        raise InputError(f"training batch of clips {clips}: found no supervised token")
+        raise InputError(f"training batch of clips {', '.join(clips)}: found no supervised token")
     return total
