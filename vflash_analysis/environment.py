@@ -206,6 +206,34 @@ def device_label(device: Any = "cpu") -> str:
     return torch.cuda.get_device_name(device)
 
 
+def free_bytes(device: Any) -> int | None:
+    """Bytes that can still be taken on a device; None where the system does not say.
+
+    On a CPU what the kernel calls available, or what a container's limit leaves if that is less.
+
+    Args:
+        device: a `torch.device` or its name.
+    """
+    if str(device).startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8").strip()
+            for name in ("max", "current")
+        )
+        if limit != "max":
+            found.append(max(0, int(limit) - int(used)))
+    except (OSError, ValueError):
+        pass
+    return min(found, default=None)
+
+
 def machine(device: Any = None) -> dict[str, Any]:
     """Facts a manifest keeps: device, driver, clocks, CPU, threads, versions, commit (JSON types).
 
