@@ -4,6 +4,7 @@
 # make test        the fast tests    make test-all  also the slow ones
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
 # make publish     copy a finished pocket run's records and figures to the tracked places
+# make measure     what forwards cost at SHAPE (7B) on DEVICE (cuda) in DTYPE, into data/measured
 # On another machine: `make reproduce PROFILE=h100`. RUN holds options for run and figures:
 # `make reproduce RUN="--ablation --all"` (--ablation, --all, --keep-stale, --set NAME=VALUE).
 SHELL := /bin/bash
@@ -14,12 +15,15 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PROFILE ?= pocket
 RUN ?=
+SHAPE ?= llava-onevision-7b
+DEVICE ?= cuda
+DTYPE ?= bfloat16
 BIN := $(VENV)/bin
 LOCK := requirements.lock
 FULL := $(VENV)/.full-stamp
 BASE := $(VENV)/.base-stamp
 
-.PHONY: help reproduce smoke test test-all check lab figures publish environment
+.PHONY: help reproduce smoke test test-all check lab figures publish measure environment
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -74,3 +78,6 @@ figures: $(BASE)
 
 publish: $(FULL)
 	$(BIN)/vflash figures --profile pocket --publish $(RUN)
+
+measure: $(FULL)
+	$(BIN)/python -m vflash_analysis.decoding.cost --shape $(SHAPE) --device $(DEVICE) --dtype $(DTYPE)

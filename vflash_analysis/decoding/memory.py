@@ -14,6 +14,7 @@ the calls read is made inside the block.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -41,6 +42,7 @@ class PeakMemory:
 
     def __enter__(self) -> PeakMemory:
         if self._device.type != "cuda":
+            gc.collect()  # what is released inside, made before, is not known
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it writes two lines a session
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
