@@ -259,7 +259,7 @@ def test_a_device_that_is_too_small_is_refused_before_anything_is_built(monkeypa
 @pytest.fixture
 def config_file(tmp_path):
     numbers = {
-        "num_hidden_layers": 5, "hidden_size": 32, "num_attention_heads": 4,
+        "num_hidden_layers": 9, "hidden_size": 32, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 400,
     }  # fmt: skip
     folder = tmp_path / "my-model"
