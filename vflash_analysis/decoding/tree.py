@@ -58,8 +58,8 @@ def rank_slots(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         above, equal = scores > edge, scores == edge
         chosen = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
         ids = chosen.nonzero()[:, 1].view(-1, k)  # (S, k) by id
-        values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-        ids = ids.gather(-1, order)
+        values, best = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        ids = ids.gather(-1, best)
     slot_logprobs = (values - scores.logsumexp(dim=-1, keepdim=True)).cpu().numpy()
     slot_ids, slot_values = ids.cpu().numpy(), values.cpu().numpy()
     if (slot_values[:, 1:] == slot_values[:, :-1]).any():

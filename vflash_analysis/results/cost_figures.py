@@ -184,13 +184,19 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
         axis.set_xlabel("context (tokens)")
     axes[-1, 3].set_xlabel("accepted length τ (tokens per verify call)")
     measured = rows.loc[rows["by"].isin((OURS, HUGGING_FACE))]
+    told = "Nothing was measured. "
+    if not measured.empty:
+        told = (
+            f"Measured on {devices_text(measured)}: medians of n = {span_text(measured['n'])} "
+            "runs, error bars: quartiles; random weights. "
+        )
     caption = (
-        f"Measured on {devices_text(measured)}: medians of n = {span_text(measured['n'])} runs, "
-        "error bars: quartiles; random weights. Modelled (hollow): the least time that one H100's "
+        f"{told}Modelled (hollow): the least time that one H100's "
         "printed bandwidth and arithmetic allow, nothing was run; the grey bar is the page's AR "
         "time on one H100. Bandwidth limit: bytes that must be read over copy bandwidth (read + "
         "written); a processor's caches can beat it. Speed-up: τ × AR / (draft + verify), solid "
-        "after the most tokens, dashed after the fewest."
+        "after the most tokens, dashed after the fewest; diamonds: at the accepted length decoded "
+        "with these records, an assumption for any other target."
     )
     handles = _cost_handles()
     finish(figure, "What a forward costs, and what follows", caption, handles, len(handles))
