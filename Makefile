@@ -5,6 +5,7 @@
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
 # make test-workflow  the tests that need Snakemake, which it installs into .venv-workflow
 # make publish     copy a finished pocket run's records and figures to the tracked places
+# make measure     what forwards cost at SHAPE (7B) on DEVICE (cuda) in DTYPE, into data/measured
 # On another machine: `make reproduce PROFILE=h100`. RUN holds options for run and figures:
 # `make reproduce RUN="--ablation --all"` (--ablation, --all, --keep-stale, --set NAME=VALUE).
 SHELL := /bin/bash
@@ -15,13 +16,16 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PROFILE ?= pocket
 RUN ?=
+SHAPE ?= llava-onevision-7b
+DEVICE ?= cuda
+DTYPE ?= bfloat16
 BIN := $(VENV)/bin
 LOCK := requirements.lock
 FULL := $(VENV)/.full-stamp
 BASE := $(VENV)/.base-stamp
 WORKFLOW := .venv-workflow
 
-.PHONY: help reproduce smoke test test-all test-workflow check lab figures publish environment
+.PHONY: help reproduce smoke test test-all test-workflow check lab figures publish measure environment
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -85,3 +89,6 @@ figures: $(BASE)
 
 publish: $(FULL)
 	$(BIN)/vflash figures --profile pocket --publish $(RUN)
+
+measure: $(FULL)
+	$(BIN)/python -m vflash_analysis.decoding.cost --shape $(SHAPE) --device $(DEVICE) --dtype $(DTYPE)

@@ -86,7 +86,7 @@ def test_a_failed_shard_makes_the_exit_code(runs, monkeypatch):
     assert told["shards"]["decode-VDC-0"] == "blocked" and told["shards"]["clips"] == "ok"
     assert "continuations: error: boom (notebook.ipynb)" in output
     code, output = call("status", "--profile", "smoke")
-    assert code == 1 and "3 of 11 shards done" in output
+    assert code == 1 and "4 of 12 shards done" in output
 
 
 def test_only_runs_one_stage(runs, monkeypatch):

@@ -129,7 +129,7 @@ def test_an_unknown_profile_lists_the_known_ones():
         config.load_profile("nano")
 
 
-@pytest.mark.parametrize("section", ["target", "clips", "drafter", "training", "decode"])
+@pytest.mark.parametrize("section", ["target", "clips", "drafter", "training", "decode", "cost"])
 def test_a_missing_setting_is_named_even_where_the_code_has_a_default(section):
     values = strict.read_yaml(paths.PROFILES / "pocket.yaml")
     for key in list(values[section]):

@@ -202,6 +202,36 @@ def test_a_manifest_names_machine_commit_and_versions():
     assert facts["versions"]["numpy"] and facts["versions"]["python"]
 
 
+def test_free_memory_is_what_the_kernel_says_or_unknown(monkeypatch, tmp_path):
+    found = environment.free_bytes("cpu")
+    assert found is not None and 2**20 < found < 2**50
+
+    class Nowhere(type(tmp_path)):
+        def read_text(self, *arguments, **keywords):
+            raise FileNotFoundError(str(self))
+
+    monkeypatch.setattr(environment, "Path", Nowhere)
+    assert environment.free_bytes("cpu") is None
+
+
+def test_a_container_s_limit_counts_where_it_leaves_less(monkeypatch, tmp_path):
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
+        "/sys/fs/cgroup/memory.max": "3000000\n",
+        "/sys/fs/cgroup/memory.current": "1500000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 900000\ninactive_file 500000\n",
+    }
+
+    class Given(type(tmp_path)):
+        def read_text(self, *arguments, **keywords):
+            return files[str(self)]
+
+    monkeypatch.setattr(environment, "Path", Given)
+    assert environment.free_bytes("cpu") == 2_000_000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert environment.free_bytes("cpu") == 8000 * 1024
+
+
 def test_an_idle_gpu_is_not_the_device_and_the_driver_is_the_drivers(monkeypatch):
     cuda = SimpleNamespace(
         is_available=lambda: True,

@@ -268,6 +268,14 @@ def test_ms_per_token():
     assert value_of(metrics.ms_per_token_parts(rows), ratio) == pytest.approx(20)
 
 
+def test_break_even_and_the_speed_up_at_an_accepted_length():
+    # AR 5 ms, a cycle of 3 + 10 ms: 13 / 5 tokens break even, 8 tokens are 40 / 13 times as fast
+    assert metrics.breakeven_tau(0.005, 0.013) == pytest.approx(2.6)
+    assert metrics.speedup_at_tau(8, 0.005, 0.013) == pytest.approx(40 / 13)
+    even = metrics.breakeven_tau(0.005, 0.013)
+    assert metrics.speedup_at_tau(even, 0.005, 0.013) == pytest.approx(1)
+
+
 def test_the_predicted_speedup_and_the_share_of_other_time():
     rows = usable(generations(decode("ar", "a", 11, 10, 0.09), decode("chain", "a", 11, 2, 0.026)))
     pairs = pair_clips(rows.loc[rows["method"] == "ar"], rows.loc[rows["method"] == "chain"])

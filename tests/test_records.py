@@ -12,6 +12,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import (
     ANCHORS,
     CONTINUATIONS,
+    COSTS,
     CYCLES,
     GENERATIONS,
     SCHEMAS,
@@ -20,6 +21,7 @@ from vflash_analysis.records import (
     part_path,
     read_json,
     read_records,
+    read_records_csv,
     sha256_of_file,
     to_table,
     typed_frame,
@@ -28,6 +30,7 @@ from vflash_analysis.records import (
     write_json_atomic,
     write_part,
     write_records,
+    write_records_csv,
 )
 
 
@@ -96,6 +99,46 @@ def test_a_bad_row_is_refused_by_column(tmp_path, changes, words):
     assert words in one_line(error)
     assert str(path) in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def a_cost(**changes):
+    row = dict.fromkeys(COSTS.columns) | {
+        "run_id": "007", "shape": "NA", "device": "cpu (x, 2 threads)", "dtype": "float32",
+        "implementation": "vflash", "forward": "ar", "context_tokens": 512, "rows": 1,
+        "repeats": 3, "read_bytes": 1.5e9, "flops": 2.0, "seconds": 0.0123456,
+        "seconds_low": 0.01, "seconds_high": 0.02, "peak_bytes": 12345678901,
+    }  # fmt: skip
+    return row | changes
+
+
+def test_a_csv_of_records_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "costs.csv"
+    absent = {"seconds": None, "seconds_low": None, "seconds_high": None, "peak_bytes": None}
+    rows = [a_cost(), a_cost(run_id="1e3", reason="none", **absent)]
+    write_records_csv(path, rows, COSTS)
+    found = read_records_csv(path, COSTS)
+    pd.testing.assert_frame_equal(found, typed_frame(rows, COSTS))
+    assert found["run_id"].tolist() == ["007", "1e3"] and found["reason"].isna().tolist() == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not readable as CSV"),
+        ("a,b\n1,2\n", "not the columns of 'costs'"),
+        (",".join(COSTS.columns) + "\n" + ",".join(["x"] * 16) + "\n", "'context_tokens': Unable"),
+    ],
+)
+def test_a_csv_that_is_none_is_named(tmp_path, text, message):
+    path = tmp_path / "costs.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=f"costs.csv: {message}"):
+        read_records_csv(path, COSTS)
+    with pytest.raises(InputError, match=r"none\.csv: no such file"):
+        read_records_csv(tmp_path / "none.csv", COSTS)
 
 
 def test_a_row_without_a_column_is_refused():

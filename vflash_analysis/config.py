@@ -133,6 +133,14 @@ class DecodeSettings:
     comparison_clips: Annotated[int, Bounds(0)] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostSettings:
+    """Which forwards the cost model times."""
+
+    context_tokens: tuple[Annotated[int, Bounds(16, 1_000_000)], ...]
+    repeats: Annotated[int, Bounds(1, 1000)] = 7  # timed runs of each forward at each length
+
+
 Arm = Literal[
     "self_reveal", "mask_only", "true_reveal", "wrong_reveal", "self_reveal_rev0", "mask_only_2x"
 ]
@@ -159,6 +167,7 @@ class Profile:
     drafter: DrafterSettings
     training: TrainSettings
     decode: DecodeSettings
+    cost: CostSettings
     ablation: tuple[AblationGroup, ...]
     train_seeds: tuple[int, ...]
     objectives: tuple[Objective, ...]

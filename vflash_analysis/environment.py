@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,42 @@ def device_label(device: Any = "cpu") -> str:
     import torch
 
     return torch.cuda.get_device_name(device)
+
+
+def free_bytes(device: Any) -> int | None:
+    """Bytes that can still be taken on a device; None where the system does not say.
+
+    On a CPU what the kernel calls available, or what a container's limit leaves if that is less;
+    files that the kernel merely keeps in memory do not count as used.
+
+    Args:
+        device: a `torch.device` or its name.
+    """
+    if str(device).startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = []
+    try:
+        system = dict(_numbers("/proc/meminfo"))
+        found.append(1024 * system["MemAvailable"])
+        limit, used = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8").strip()
+            for name in ("max", "current")
+        )
+        if limit != "max":
+            kept = dict(_numbers("/sys/fs/cgroup/memory.stat"))["inactive_file"]
+            found.append(max(0, int(limit) - int(used) + kept))
+    except (OSError, ValueError, KeyError):
+        pass
+    return min(found, default=None)
+
+
+def _numbers(file: str) -> Iterator[tuple[str, int]]:
+    """Names and whole numbers of a file with one of each a line."""
+    for line in Path(file).read_text(encoding="utf-8").splitlines():
+        name, number = line.split()[:2]
+        yield name.rstrip(":"), int(number)
 
 
 def machine(device: Any = None) -> dict[str, Any]:

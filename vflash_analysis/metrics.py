@@ -392,6 +392,21 @@ def predicted_speedup_parts(pairs: pd.DataFrame, cycles: pd.DataFrame) -> pd.Dat
     return _parts(rows, *(rows[c] for c in columns))
 
 
+def breakeven_tau(ar_s: float, cycle_s: float) -> float:
+    """Tokens a cycle must commit to be as fast as AR: cycle_s / ar_s.
+
+    Args:
+        ar_s: seconds of an autoregressive step.
+        cycle_s: seconds of a cycle, draft + verify (+ other, where it is known).
+    """
+    return cycle_s / ar_s
+
+
+def speedup_at_tau(tau: float, ar_s: float, cycle_s: float) -> float:
+    """Speed-up over AR of cycles that commit `tau` tokens each: tau ar_s / cycle_s."""
+    return tau * ar_s / cycle_s
+
+
 # ---- losslessness and macro -------------------------------------------------------------------
 def identical_share_parts(generations: pd.DataFrame) -> pd.DataFrame:
     """Share of texts whose token ids equal plain greedy decoding's; `ratio`.

@@ -47,6 +47,7 @@ class OpenStage:
         upstream: the shards whose results it reads.
         absent: why it reads the tracked records instead of this run's results; empty if it does not.
         done: whether it was complete when it was opened.
+        beside: finished shards of other stages, which its page shows but no result depends on.
     """
 
     shard: Shard
@@ -54,6 +55,7 @@ class OpenStage:
     upstream: tuple[Shard, ...]
     absent: str
     done: bool
+    beside: tuple[Shard, ...] = ()
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -101,6 +103,11 @@ class OpenStage:
     def record_folders(self) -> list[Path] | None:
         """Folders whose records this stage reads; None stands for the tracked records."""
         return None if self.tracked else [shard.folder for shard in self.upstream]
+
+    @property
+    def shown_folders(self) -> list[Path]:
+        """Its own folder and those of `beside`: what the page of a stage with own records shows."""
+        return [self.folder, *(shard.folder for shard in self.beside)]
 
     def finish(self, planned: int = 1, done: int = 1, **facts: Any) -> pd.DataFrame:
         """Write the manifest, then `DONE`; and show what the stage left.
@@ -295,4 +302,5 @@ def open_stage(
         (shard.folder / records.DONE_NAME).unlink(missing_ok=True)
     threading.excepthook = _note_thread_failure
     sys.stdout.flush()
-    return OpenStage(shard, settings, upstream, absent, done)
+    beside = tuple(item for item in shards if item.stage in stage.beside and item.done)
+    return OpenStage(shard, settings, upstream, absent, done, beside)

@@ -56,6 +56,7 @@ ROOT = find_root(given=os.environ.get("VFLASH_ROOT"))
 DATA = ROOT / "data"
 PROFILES = DATA / "profiles"
 TRACKED_RECORDS = DATA / "records" / "pocket"
+MEASURED = DATA / "measured"  # what forwards cost on other shapes and machines
 FIGURES = ROOT / "figures"
 TRACKED_FIGURES = FIGURES / "pocket"
 RUNS = expanded(os.environ.get("VFLASH_RUNS") or str(ROOT / "runs")).resolve()

@@ -31,6 +31,7 @@ from vflash_analysis.schemas import (
     BENCHMARKS,
     COMPARISON_METHODS,
     CONTINUATIONS,
+    COSTS,
     CYCLES,
     GENERATIONS,
     KEY,
@@ -43,12 +44,12 @@ from vflash_analysis.schemas import (
 )
 
 __all__ = [
-    "ANCHORS", "BENCHMARKS", "COMPARISON_METHODS", "CONTINUATIONS", "CYCLES", "GENERATIONS", "KEY",
-    "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
+    "ANCHORS", "BENCHMARKS", "COMPARISON_METHODS", "CONTINUATIONS", "COSTS", "CYCLES",
+    "GENERATIONS", "KEY", "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
     "empty_records", "git_state", "merge_parts", "package_versions", "part_path",
-    "read_json", "read_records", "replace_atomically", "sha256_of_file", "to_table", "typed_frame",
-    "why_not_done", "write_done", "write_json_atomic", "write_part",
-    "write_records", "write_text_atomic",
+    "read_json", "read_records", "read_records_csv", "replace_atomically", "sha256_of_file",
+    "to_table", "typed_frame", "why_not_done", "write_done", "write_json_atomic", "write_part",
+    "write_records", "write_records_csv", "write_text_atomic",
 ]  # fmt: skip
 
 DONE_NAME = "DONE"
@@ -196,6 +197,38 @@ def read_records(path: str | Path, schema: Schema) -> pd.DataFrame:
         InputError: no such file, unreadable, another or a stale schema, other columns or types.
     """
     return _read_checked_table(Path(path), schema).to_pandas(types_mapper=_PANDAS_TYPES.get)
+
+
+def write_records_csv(path: str | Path, rows: Rows, schema: Schema) -> None:
+    """Writes rows as CSV, checked as for Parquet; a missing value is an empty cell."""
+    frame = to_table(rows, schema, str(path)).to_pandas(types_mapper=_PANDAS_TYPES.get)
+    write_text_atomic(path, frame.to_csv(index=False, lineterminator="\n", float_format="%.6g"))
+
+
+def read_records_csv(path: str | Path, schema: Schema) -> pd.DataFrame:
+    """Reads what `write_records_csv` wrote.
+
+    Raises:
+        InputError: no such file, not CSV, or other columns or types than the schema's.
+    """
+    path = Path(path)
+    try:
+        text = pd.read_csv(path, dtype=str, keep_default_na=False)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file ('{schema.name}' expected)") from error
+    except ValueError as error:
+        raise InputError(f"{path}: not readable as CSV: {error}") from None
+    _check_columns(list(text.columns), schema, str(path))
+    for field in schema.arrow:
+        if pa.types.is_string(field.type):
+            if field.nullable:
+                text[field.name] = text[field.name].where(text[field.name] != "", None)
+            continue
+        try:
+            text[field.name] = pd.to_numeric(text[field.name].replace("", None))
+        except ValueError as error:
+            raise InputError(f"{path}: '{field.name}': {error}") from None
+    return to_table(text, schema, str(path)).to_pandas(types_mapper=_PANDAS_TYPES.get)
 
 
 def typed_frame(rows: Rows, schema: Schema) -> pd.DataFrame:

@@ -204,4 +204,42 @@ CONTINUATIONS = _schema(
 )
 """One row per clip: `input_ids` is prompt and continuation, `new_tokens` the continuation's part."""
 
-SCHEMAS = {s.name: s for s in (GENERATIONS, CYCLES, ANCHORS, TRAINING, CONTINUATIONS)}
+FORWARDS = (
+    "ar", "verify_chain", "verify_tree60", "draft_chain", "draft_tree60", "context_projection",
+)  # fmt: skip
+COPY = "copy"
+
+COSTS = _schema(
+    "costs",
+    1,
+    {
+        "run_id": pa.string(),
+        "shape": pa.string(),
+        "device": pa.string(),
+        "dtype": pa.string(),
+        "implementation": pa.string(),
+        "forward": pa.string(),
+        "context_tokens": pa.int64(),
+        "rows": pa.int64(),
+        "repeats": pa.int64(),
+        "read_bytes": pa.float64(),
+        "flops": pa.float64(),
+    },
+    {
+        "seconds": pa.float64(),
+        "seconds_low": pa.float64(),
+        "seconds_high": pa.float64(),
+        "peak_bytes": pa.int64(),
+        "reason": pa.string(),
+    },
+)
+"""One row per implementation, forward and context length of a target with random weights.
+
+`implementation` is "vflash" (ours), "hf_sdpa" (Hugging Face's) or "torch". `forward` is one of
+FORWARDS, or COPY: a large copy on the device, whose `read_bytes` are bytes read plus bytes written
+and whose context is 0. Elsewhere `read_bytes` and `flops` are what the forward cannot do without,
+by `sizes`. `seconds` is the median of `repeats`, `seconds_low` and `seconds_high` its quartiles;
+null, with a `reason`, where it did not fit the device. `peak_bytes` is what the forward held beyond
+weights and caches."""
+
+SCHEMAS = {s.name: s for s in (GENERATIONS, CYCLES, ANCHORS, TRAINING, CONTINUATIONS, COSTS)}

@@ -184,6 +184,17 @@ LLAVA_ONEVISION_05B = TargetShape(
 )
 
 
+NAMED_SHAPES = {
+    "llava-onevision-7b": LLAVA_ONEVISION_7B,
+    "llava-onevision-0.5b": LLAVA_ONEVISION_05B,
+}
+
+
+def shape_name(shape: TargetShape, otherwise: str) -> str:
+    """The name of a shape of NAMED_SHAPES, else the one given."""
+    return next((name for name, known in NAMED_SHAPES.items() if known == shape), otherwise)
+
+
 def read_shape(path: Path) -> TargetShape:
     """The shape that a checkpoint's `config.json` gives.
 
@@ -297,6 +308,28 @@ def prefill_bytes(shape: TargetShape, rows: int, itemsize: int) -> int:
     inner = min(rows, LONG_PROMPT) * 3 * shape.intermediate_size
     around = rows * hidden * (5 if rows > LONG_PROMPT else 4)
     return max(around + inner, rows * (7 * hidden + 3 * keys)) * itemsize
+
+
+def measuring_bytes(drafter: DrafterShape, context: int, verify_rows: int, itemsize: int) -> int:
+    """Bytes that measuring a decoder's forwards takes (`decoding/cost.py`), vision left out.
+
+    Weights of decoder, embedding and drafter; the target's cache twice, ours and Hugging Face's;
+    tapped states, and the drafter's cache for chain and tree. On top the larger of what a projection
+    of the prompt holds (three times its states, keys and values of all layers before they are
+    stored) and what Hugging Face's verify does (one layer's keys and values grown by
+    concatenation, and repeated for every query head, beside a mask).
+    """
+    target = drafter.target
+    embedding = 0 if target.tied else target.head_parameters
+    weights = target.step_parameters + embedding + drafter.parameters
+    rows = context + verify_rows
+    held = 2 * kv_bytes(target, rows, itemsize) + tap_bytes(drafter, context, itemsize)
+    held += 2 * drafter_kv_bytes(drafter, rows, itemsize)
+    projection = 3 * context * target.hidden_size * itemsize
+    projection += drafter_kv_bytes(drafter, context, itemsize)
+    heads = target.num_attention_heads + target.num_key_value_heads
+    attention = 2 * heads * target.head_dim * rows * itemsize + verify_rows * rows * (itemsize + 1)
+    return weights * itemsize + held + max(projection, attention)
 
 
 # ---------------------------------------------------------------- one forward

@@ -30,6 +30,8 @@ class Stage:
         takes: notebook parameters beyond `profile` and `overrides`.
         by_hand: parameters that only a person sets; the runner leaves them alone.
         falls_back: whether the tracked records can stand in for results that are not there.
+        beside: stages whose results its page also shows where they are done; nothing that it
+            writes depends on them.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Stage:
     takes: tuple[str, ...] = ()
     by_hand: tuple[str, ...] = ()
     falls_back: bool = False
+    beside: tuple[str, ...] = ()
 
 
 # The types of what stages take beyond `profile` and `overrides`.
@@ -130,6 +133,24 @@ STAGES = {
             ("clips", "target", "drafter"),
             ("generations.parquet", "cycles.parquet"),
             takes=("benchmark", "sample_seed"),
+        ),
+        Stage(
+            "cost",
+            "65_measure_cost.ipynb",
+            (
+                "target.dtype",
+                "target.attention",
+                "target.device",
+                "cost",
+                "drafter.num_hidden_layers",
+                "drafter.block_size",
+                "drafter.num_tapped_layers",
+                "drafter.intermediate_size",
+                "decode.tree_nodes",
+            ),
+            ("target",),
+            ("costs.parquet",),
+            beside=("decode",),
         ),
         Stage(
             "speedup",
@@ -224,7 +245,12 @@ def _shard_parameters(
     for sample_seed in profile.clips.sample_seeds:
         for benchmark in profile.clips.benchmarks:
             shards.append(("decode", {"benchmark": benchmark, "sample_seed": sample_seed}))
-    shards += [("speedup", {}), ("acceptance", {}), ("ablations", {"ablation": ablation})]
+    shards += [
+        ("cost", {}),
+        ("speedup", {}),
+        ("acceptance", {}),
+        ("ablations", {"ablation": ablation}),
+    ]
     return [*shards, ("beside_paper", {})]
 
 

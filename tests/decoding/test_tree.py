@@ -67,6 +67,21 @@ def slot_logits(draw):
 
 
 @quick
+@given(st.integers(0, 10_000), st.integers(1, 70), st.floats(0.01, 4), st.floats(0, 0.9))
+def test_equal_candidates_rank_by_lowest_id_as_in_a_stable_sort(seed, k, scale, banned):
+    """Logits of half precision, many of them equal, some or most of them banned."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(5, 60, generator=generator)).to(torch.bfloat16).float()
+    logits[torch.rand(5, 60, generator=generator) < banned] = float("-inf")
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    found, logprobs = rank_slots(logits, k)
+    k = min(k, 60)
+    assert found.tolist() == ids[:, :k].tolist()
+    expected = (values - logits.logsumexp(-1, keepdim=True))[:, :k].numpy()
+    np.testing.assert_array_equal(logprobs, expected)
+
+
+@quick
 @given(slot_logits(), st.integers(1, 90))
 def test_nodes_are_the_most_probable_prefixes(logits, n_nodes):
     """Reference: score every path of the whole token tree and take the best."""

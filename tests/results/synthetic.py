@@ -15,6 +15,7 @@ import pandas as pd
 from vflash_analysis.records import (
     ANCHORS,
     BENCHMARKS,
+    COSTS,
     CYCLES,
     GENERATIONS,
     ROW_KEY,
@@ -310,6 +311,46 @@ def decode_rows(
     )
 
 
+# Milliseconds of a forward: at no context, and for every thousand tokens of it.
+FORWARD_MS = {
+    ("vflash", "ar"): (4.0, 1.0),
+    ("vflash", "verify_chain"): (8.0, 2.0),
+    ("vflash", "verify_tree60"): (12.0, 3.0),
+    ("vflash", "draft_chain"): (2.0, 1.0),
+    ("vflash", "draft_tree60"): (3.0, 1.0),
+    ("vflash", "context_projection"): (0.0, 10.0),
+    ("hf_sdpa", "ar"): (5.0, 2.0),
+    ("hf_sdpa", "verify_chain"): (10.0, 6.0),
+    ("hf_sdpa", "verify_tree60"): (15.0, 8.0),
+}
+
+
+def cost_rows(
+    lengths: tuple[int, ...] = (200, 1000),
+    shape: str = "pocket",
+    device: str = DEVICE,
+    dtype: str = "float32",
+) -> pd.DataFrame:
+    """COSTS of `FORWARD_MS`, with quartiles 5 % aside, and a device that copies 10 GB/s.
+
+    Every forward must read 20 MB, so its limit is 2 ms; it holds 1 kB for every context token.
+    """
+    shared = {"run_id": "r1", "shape": shape, "device": device, "dtype": dtype}
+    copied = {"implementation": "torch", "forward": "copy", "context_tokens": 0, "rows": 0}
+    copied |= {"repeats": 5, "read_bytes": 2e9, "flops": 0.0}
+    copied |= {"seconds": 0.2, "seconds_low": 0.2, "seconds_high": 0.2}
+    rows = [blank_row(COSTS) | shared | copied]
+    for length in lengths:
+        for (implementation, forward), (base, more) in FORWARD_MS.items():
+            seconds = (base + more * length / 1000) / 1000
+            found = {"implementation": implementation, "forward": forward}
+            found |= {"context_tokens": length, "rows": 16, "repeats": 5}
+            found |= {"read_bytes": 2e7, "flops": 1e9, "seconds": seconds}
+            found |= {"seconds_low": 0.95 * seconds, "seconds_high": 1.05 * seconds}
+            rows.append(blank_row(COSTS) | shared | found | {"peak_bytes": 1000 * length})
+    return pd.DataFrame(rows)[list(COSTS.columns)]
+
+
 def write_synthetic(
     folder: Path,
     arms: tuple[str, ...] = tuple(STRENGTH),
@@ -319,13 +360,14 @@ def write_synthetic(
     n_clips: int = 4,
     n_anchors: int = 20,
 ) -> Path:
-    """Writes the four record files of a synthetic place and returns the folder."""
+    """Writes the five record files of a synthetic place and returns the folder."""
     generations, cycles = decode_rows(arms, seeds, budgets, sizes, n_clips)
     write_records(folder / "generations.parquet", generations, GENERATIONS)
     write_records(folder / "cycles.parquet", cycles, CYCLES)
     anchors = anchor_rows(arms, seeds, budgets, sizes, n_clips, n_anchors)
     write_records(folder / "anchors.parquet", anchors, ANCHORS)
     write_records(folder / "training.parquet", training_rows(arms, seeds, budgets, sizes), TRAINING)
+    write_records(folder / "costs.parquet", cost_rows(), COSTS)
     return folder
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
 WARMUP = -1  # `repeat` of a decode that only warms up
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def select_taps(
     return by_layer[:, places].flatten(1)
 
 
-def in_turn(planned: Sequence[Planned], turn: int) -> list[Planned]:
+def in_turn(planned: Sequence[T], turn: int) -> list[T]:
     """The order of turn 0, 1, 2, ...: every rotation forwards, then backwards."""
     shift = turn // 2 % len(planned)
     rotated = [*planned[shift:], *planned[:shift]]

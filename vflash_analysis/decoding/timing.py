@@ -31,9 +31,9 @@ class Timer:
         clock: Callable[[], float] = time.perf_counter,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        device = torch.device(device)
-        if synchronize is None and device.type == "cuda":
-            synchronize = lambda: torch.cuda.synchronize(device)  # noqa: E731
+        self.device = torch.device(device)
+        if synchronize is None and self.device.type == "cuda":
+            synchronize = lambda: torch.cuda.synchronize(self.device)  # noqa: E731
         self._clock = clock
         self._synchronize = synchronize
         self._begin = self._last = 0.0

@@ -51,10 +51,15 @@ def rank_slots(logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
     scores = logits.float()
     k = min(k, scores.shape[-1])
     values, ids = scores.topk(k, dim=-1)  # (S, k)
-    # topk may take any of several equal candidates at its edge; then only a stable sort is exact.
-    if k < scores.shape[-1] and bool(((scores >= values[:, -1:]).sum(-1) > k).any()):
-        values, ids = scores.sort(dim=-1, descending=True, stable=True)
-        values, ids = values[:, :k], ids[:, :k]
+    edge = values[:, -1:]
+    if k < scores.shape[-1] and bool(((scores >= edge).sum(-1) > k).any()):
+        # topk may take any of several equal candidates at its edge: take those of lowest id. Logits
+        # of half precision nearly always have some, so this must not sort the whole vocabulary.
+        above, equal = scores > edge, scores == edge
+        chosen = above | (equal & (equal.cumsum(-1) <= k - above.sum(-1, keepdim=True)))
+        ids = chosen.nonzero()[:, 1].view(-1, k)  # (S, k) by id
+        values, best = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        ids = ids.gather(-1, best)
     slot_logprobs = (values - scores.logsumexp(dim=-1, keepdim=True)).cpu().numpy()
     slot_ids, slot_values = ids.cpu().numpy(), values.cpu().numpy()
     if (slot_values[:, 1:] == slot_values[:, :-1]).any():

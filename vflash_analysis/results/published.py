@@ -8,6 +8,7 @@ name (Huang et al.) appears in the headlines under its own.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -135,14 +136,13 @@ def _protocol() -> dict[str, str]:
 
 def protocol_rows(item: str, status: str) -> list[dict[str, Any]]:
     """The page's autoregressive milliseconds per token, and its demo clips' equality with AR."""
-    facts = _protocol()
-    n = int(facts["demo_clips"])
-    ends = [float(facts["ar_ms_per_token_low"]), float(facts["ar_ms_per_token_high"])]
+    time, _ = demo_ar_time()
+    n = time.n
     origin = Origin(item, PAGE_DEVICE, status, PAGE)
     rows = [
         origin.row(
             "ar_ms_per_token",
-            Interval(math.nan, ends[0], ends[1], n),
+            time,
             "ms",
             method="ar",
             setting="demo clips",
@@ -150,6 +150,38 @@ def protocol_rows(item: str, status: str) -> list[dict[str, Any]]:
         origin.row("identical_share", 1.0, "share", n=n, method="tree60", setting="demo clips"),
     ]
     return [{**row, "status": status} for row in rows]
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a device's maker prints: bytes and operations a second, and where."""
+
+    name: str
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+
+def device_facts(name: str) -> DeviceFacts:
+    """The printed rates of a device of `data/published/devices.csv`, compute dense in bfloat16.
+
+    Raises:
+        InputError: the file does not hold it.
+    """
+    cells = {c["quantity"]: c for c in _cells("devices") if c["device"] == name}
+    if set(cells) != {"memory_bandwidth", "bfloat16_compute"}:
+        raise InputError(f"devices.csv: {name}: found {sorted(cells)}, allowed: both its rates")
+    memory, compute = cells["memory_bandwidth"], cells["bfloat16_compute"]
+    rates = (1e12 * float(memory["value"]), 1e12 * float(compute["value"]))
+    return DeviceFacts(name, *rates, memory["source"])
+
+
+def demo_ar_time() -> tuple[Interval, int]:
+    """The page's autoregressive milliseconds a token on its demo clips, and one's context tokens."""
+    facts = _protocol()
+    low, high = (float(facts[f"ar_ms_per_token_{end}"]) for end in ("low", "high"))
+    found = Interval(math.nan, low, high, int(facts["demo_clips"]))
+    return found, int(facts["demo_context_tokens"])
 
 
 def _published_only(

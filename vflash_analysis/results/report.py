@@ -16,7 +16,10 @@ from matplotlib.figure import Figure
 from vflash_analysis.errors import InputError
 from vflash_analysis.paths import FIGURES, TRACKED_FIGURES
 from vflash_analysis.results.beside import beside_paper_table
+from vflash_analysis.results.cost import cost_table
+from vflash_analysis.results.cost_figures import cost_figure, cycle_figure
 from vflash_analysis.results.curves import acceptance_frame, training_frame
+from vflash_analysis.results.cycle_time import cycle_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import Records, load_records, some_names
@@ -37,15 +40,18 @@ TABLES: dict[str, MakeTable] = {
     "T3_objectives": objectives_table,
     "T4_lossless": lossless_table,
     "T9_beside_paper": beside_paper_table,
+    "T10_cost_model": cost_table,
 }
 # A figure draws the frame of a table, or one of its own.
 FIGURE_OF_TABLE: dict[str, tuple[str, MakeFigure]] = {
     "F1_speedup": ("T1_speedup", speedup_figure),
     "F_objectives": ("T3_objectives", objectives_figure),
+    "F9_cost_model": ("T10_cost_model", cost_figure),
 }
 FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
     "F4_acceptance_by_position": (acceptance_frame, acceptance_figure),
     "F5_training": (lambda records, boot: training_frame(records), training_figure),
+    "F10_cycle_time": (cycle_frame, cycle_figure),
 }
 
 

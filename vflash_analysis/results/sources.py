@@ -26,6 +26,7 @@ from vflash_analysis.metrics import (
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
 from vflash_analysis.records import (
     ANCHORS,
+    COSTS,
     CYCLES,
     DONE_NAME,
     GENERATIONS,
@@ -38,12 +39,14 @@ from vflash_analysis.records import (
 )
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
 
-TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING)
+TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS)
 
 
 @dataclass(frozen=True)
 class Records:
-    """The record frames of one place (an absent table is an empty frame) and their standing.
+    """The record frames of one place, in the order of TABLES, and their standing.
+
+    An absent table is an empty frame.
 
     Attributes:
         lacking: shards of the run whose records are not there.
@@ -56,6 +59,7 @@ class Records:
     cycles: pd.DataFrame
     anchors: pd.DataFrame
     training: pd.DataFrame
+    costs: pd.DataFrame
     status: str
     source: str
     lacking: tuple[str, ...] = ()
@@ -106,6 +110,18 @@ def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
         runs = sorted(set(drafted.loc[twice, "run_id"]))
         raise InputError(
             f"{first['method']} on clip {first['clip_id']} is in several runs {runs[:3]}: give one"
+        )
+
+
+def _refuse_measured_twice(costs: pd.DataFrame) -> None:
+    """What a forward costs on one machine must not come from two runs."""
+    keys = ["shape", "device", "dtype", "implementation", "forward", "context_tokens"]
+    twice = costs.duplicated(keys, keep=False)
+    if twice.any():
+        first = costs.loc[twice].iloc[0]
+        runs = sorted(set(costs.loc[twice, "run_id"]))
+        raise InputError(
+            f"costs of {first['shape']} on {first['device']} are in several runs {runs[:3]}: give one"
         )
 
 
@@ -177,7 +193,8 @@ def records_from_frames(
     """Records from frames by schema name, as a notebook has them; an absent table is empty.
 
     Raises:
-        InputError: an unknown table, or one drafter's decode of a clip is there twice.
+        InputError: an unknown table, or one drafter's decode of a clip or one forward's cost is
+            there twice.
     """
     names = {schema.name: schema for schema in TABLES}
     unknown = sorted(set(frames) - set(names))
@@ -185,9 +202,9 @@ def records_from_frames(
         raise InputError(f"records: unknown tables {unknown}, allowed are {list(names)}")
     full = {name: frames.get(name, empty_records(schema)) for name, schema in names.items()}
     _refuse_decoded_twice(full["generations"])
-    return Records(
-        full["generations"], full["cycles"], full["anchors"], full["training"], status, source
-    )
+    _refuse_measured_twice(full["costs"])
+    generations, cycles, anchors, training, costs = (full[schema.name] for schema in TABLES)
+    return Records(generations, cycles, anchors, training, costs, status, source)
 
 
 def arm_names(facts: pd.DataFrame) -> list[str]:

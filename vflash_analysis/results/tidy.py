@@ -28,7 +28,8 @@ TEXTS = (*KEYS, "unit", "device", "status", "source")
 
 MEASURED, STORED, MISSING = "measured", "stored", "missing"
 PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE = "published only", "not comparable", "comparable"
-STATUSES = (MEASURED, STORED, MISSING, PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE)
+MODELLED = "modelled"  # arithmetic on printed rates: nothing was run
+STATUSES = (MEASURED, STORED, MISSING, PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE, MODELLED)
 
 BENCHMARK_ORDER = (*BENCHMARKS, "macro")
 
@@ -95,6 +96,14 @@ QUANTITIES: Mapping[str, str] = {
     "draft_ms": "draft time per cycle",
     "verify_ms": "verify time per cycle",
     "other_share": "share of other time",
+    "other_ms": "other time per cycle",
+    "cycle_ms": "time of a cycle",
+    "forward_ms": "time of a forward",
+    "limit_ms": "time that memory bandwidth allows",
+    "limit_share": "bandwidth limit over time",
+    "peak_bytes": "peak memory beyond weights and caches",
+    "copy_bandwidth": "copy bandwidth, read and written",
+    "breakeven_tau": "accepted length τ that breaks even",
     "forward_equivalents": "training forward-equivalents",
     "train_s": "training time",
     "paired_difference": "paired difference",
@@ -102,9 +111,20 @@ QUANTITIES: Mapping[str, str] = {
 }
 
 
+# What a forward is called at the head of a column.
+FORWARD_NAMES: Mapping[str, str] = {
+    "verify_chain": "verify, chain",
+    "verify_tree60": "verify, Tree-60",
+    "draft_chain": "draft, chain",
+    "draft_tree60": "draft, Tree-60",
+    "context_projection": "context projection",
+}
+
+
 def label(key: str) -> str:
     """The words a reader sees for a method, arm or quantity; the key itself where none are set."""
-    return NAMES[key].label if key in NAMES else QUANTITIES.get(key, key)
+    words = NAMES[key].label if key in NAMES else QUANTITIES.get(key, key)
+    return FORWARD_NAMES.get(key, words)
 
 
 def setting_text(**keys: Any) -> str:

@@ -54,6 +54,8 @@ def value_text(value: float, unit: str) -> str:
         return f"{value:.0f}"
     if unit == "forwards":
         return f"{value:,.0f}"
+    if unit == "B":
+        return f"{value / 1e6:,.1f} MB"
     if unit == "logits":
         return f"{value:.2g}"
     return f"{value:.2f}"

@@ -1,0 +1,130 @@
+"""The cost model's measurements: of a profile's target (notebook 65), or of any shape by command.
+
+    python -m vflash_analysis.decoding.cost --shape llava-onevision-7b --device cuda --dtype bfloat16
+
+No checkpoint is needed: weights, keys and values are random, as what a forward costs depends on
+shapes alone. From the rows the results draw break-even accepted lengths, speed-ups over the
+accepted length and the distance to what memory bandwidth allows. The command writes its rows as CSV
+(by default into `data/measured`, where figures find them) and the machine's facts beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from vflash_analysis import environment, paths, sizes
+from vflash_analysis.config import CostSettings, DrafterSettings, Profile
+from vflash_analysis.decoding.measure import Subject, measure
+from vflash_analysis.decoding.methods.block import TREE_NODES
+from vflash_analysis.errors import InputError
+from vflash_analysis.model.target import DTYPES
+from vflash_analysis.records import (
+    COSTS,
+    git_state,
+    write_json_atomic,
+    write_records,
+    write_records_csv,
+)
+from vflash_analysis.sizes import TargetShape
+from vflash_analysis.training.pipeline import weights_folder
+
+LENGTHS = "512,2048,8192,16384,25119"  # of the command; the last is the page's demo clip
+
+
+def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_folder: Path) -> None:
+    """Measure a profile's target and drafter and write `costs.parquet`: what notebook 65 runs.
+
+    Args:
+        settings: the profile.
+        target_folder: results of the target stage, in which a target that it builds lies.
+        run_id: of the run.
+        out_folder: gets the records.
+
+    Raises:
+        InputError: no readable config.json of the target, or its device is too small.
+    """
+    wanted = settings.target
+    shape = sizes.read_shape(weights_folder(settings, target_folder) / "config.json")
+    subject = Subject(
+        sizes.shape_name(shape, settings.name),
+        shape,
+        settings.drafter,
+        settings.decode.tree_nodes,
+        wanted.dtype,
+        wanted.device,
+        wanted.attention,
+        run_id,
+    )
+    write_records(out_folder / f"{COSTS.name}.parquet", measure(subject, settings.cost), COSTS)
+
+
+def _named_shape(text: str) -> tuple[str, TargetShape]:
+    """A shape of `sizes.NAMED_SHAPES`, or of a config.json, with its name."""
+    if text in sizes.NAMED_SHAPES:
+        return text, sizes.NAMED_SHAPES[text]
+    path = paths.expanded(text)
+    if path.suffix != ".json":
+        raise InputError(
+            f"--shape: found {text!r}, allowed: {', '.join(sizes.NAMED_SHAPES)} or the path of a "
+            "config.json"
+        )
+    shape = sizes.read_shape(path)
+    return sizes.shape_name(shape, path.resolve().parent.name), shape
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(lengths) < 16 or len(set(lengths)) != len(lengths):
+        raise InputError(
+            f"--contexts: found {text!r}, allowed: distinct whole numbers from 16 up, as in 512,2048"
+        )
+    return tuple(lengths)
+
+
+def _slug(text: str) -> str:
+    words = "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
+    return "-".join(words)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; 2 on bad input."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", required=True, help="a name, or the path of a config.json")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
+    parser.add_argument("--contexts", default=LENGTHS, help="lengths, tokens")
+    parser.add_argument("--repeats", type=int, default=15, help="timed runs of each forward")
+    parser.add_argument("--out", type=Path, help="CSV; default: in data/measured")
+    asked = parser.parse_args(arguments)
+    try:
+        name, shape = _named_shape(asked.shape)
+        if asked.repeats < 1:
+            raise InputError(f"--repeats: found {asked.repeats}, allowed: 1 or more")
+        settings = CostSettings(context_tokens=_lengths(asked.contexts), repeats=asked.repeats)
+        subject = Subject(
+            name,
+            shape,
+            DrafterSettings(),
+            TREE_NODES,
+            asked.dtype,
+            asked.device,
+            "vflash",
+            run_id=str(git_state(paths.ROOT)["git_commit"] or "no commit")[:12],
+        )
+        rows = measure(subject, settings)
+        own = _slug(f"{rows[0]['device']} {asked.dtype}")
+        out = asked.out or paths.MEASURED / f"{name}_{own}.csv"
+        write_records_csv(out, rows, COSTS)
+        write_json_atomic(out.with_suffix(".json"), environment.machine(asked.device))
+        print(f"{len(rows)} rows in {paths.relative_to_root(out)}")
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The data of F10: what a decoded cycle took, part by part, beside what the cost model predicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis import metrics
+from vflash_analysis.metrics import ratio
+from vflash_analysis.results.cost import CostGroup, own_groups, seconds_at
+from vflash_analysis.results.sources import Records, decode_groups
+from vflash_analysis.results.tables import VFLASH_METHODS
+from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, Origin, in_order, tidy
+from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
+
+F10 = "F10_cycle_time"
+PREDICTED = "cost model"  # `setting` of what is not decoded
+Row = dict[str, Any]
+_PARTS = ("draft", "verify", "other")
+
+
+def cycle_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.DataFrame:
+    """F10's data: mean milliseconds of a decoded cycle by part, beside the cost model's.
+
+    Rows of setting "" are decoded, with `cycle_ms` their sum; rows of setting "cost model" are the
+    forwards of costs measured on the same machine in the same dtype, at the cycles' mean context;
+    the cost model knows no other time.
+    """
+    rows: list[Row] = []
+    groups = own_groups(records)
+    for decoded in decode_groups(records):
+        origin = decoded.origin(F10, records)
+        own = [g for g in groups if (g.device, g.dtype) == (decoded.device, decoded.dtype)]
+        cycles = decoded.cycles.loc[decoded.cycles["setting"] == ""]
+        arms = decoded.rows[["drafter_sha256", "arm"]].drop_duplicates()
+        cycles = cycles.merge(arms, on="drafter_sha256", how="left")
+        cycles = cycles.assign(total_s=cycles["draft_s"] + cycles["verify_s"] + cycles["other_s"])
+        for method in in_order(cycles["method"], METHOD_ORDER):
+            of_method = cycles.loc[cycles["method"] == method]
+            for arm in in_order(of_method["arm"], ARM_ORDER):
+                taken = of_method.loc[of_method["arm"] == arm]
+                rows += _cycle_rows(origin, method, arm, taken, boot)
+                context = float(taken["start_position"].mean())
+                rows += _predicted_cycle_rows(origin, method, arm, own, context)
+    return tidy(rows)
+
+
+def _cycle_rows(
+    origin: Origin, method: str, arm: str, cycles: pd.DataFrame, boot: Bootstrap
+) -> list[Row]:
+    rows = []
+    for part in (*_PARTS, "total"):
+        quantity = "cycle_ms" if part == "total" else f"{part}_ms"
+        value = boot.videos(metrics.cycle_ms_parts(cycles, f"{part}_s"), ratio)
+        rows.append(origin.row(quantity, value, "ms", len(cycles), method=method, objective=arm))
+    return rows
+
+
+def _predicted_cycle_rows(
+    origin: Origin, method: str, arm: str, groups: list[CostGroup], context: float
+) -> list[Row]:
+    """Draft and verify of a method whose forwards were measured on this machine."""
+    if len(groups) != 1 or method not in ("ar", *VFLASH_METHODS):
+        return []
+    parts = {"draft": f"draft_{method}", "verify": f"verify_{method}"}
+    if method == "ar":
+        parts = {"verify": "ar"}
+    rows = []
+    for part, forward in parts.items():
+        taken = 1000 * seconds_at(groups[0], forward, context)
+        rows.append(
+            origin.row(f"{part}_ms", taken, "ms", method=method, objective=arm, setting=PREDICTED)
+        )
+    return rows
