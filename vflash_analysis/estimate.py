@@ -20,6 +20,7 @@ from typing import Any
 
 from vflash_analysis import config, sizes
 from vflash_analysis.config import DrafterKey, Profile
+from vflash_analysis.results.published import DeviceFacts, device_facts
 from vflash_analysis.sizes import DrafterShape, TargetShape, Work
 
 TEXT_TOKENS = 30  # of a prompt beside its video: the page's 25,119 less 128 x 196 + 1
@@ -30,16 +31,7 @@ BANDWIDTH_SHARE = 0.43
 COMPUTE_SHARE = 0.4  # our assumption for long prefills and training in bfloat16
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Peaks of one GPU: bytes a second, and dense bfloat16 operations a second (its data sheet)."""
-
-    name: str
-    bytes_per_s: float
-    flops_per_s: float
-
-
-H100 = Gpu("H100 SXM", 3.35e12, 989e12)
+H100 = device_facts("H100 SXM")
 
 
 @dataclass(frozen=True)
@@ -122,14 +114,14 @@ def _prefill(profile: Profile, own: Sizes) -> Work:
     return vision + sizes.prefill_work(own.target, own.prompt_tokens, own.itemsize)
 
 
-def _step_s(own: Sizes, gpu: Gpu, new_tokens: int) -> float:
+def _step_s(own: Sizes, gpu: DeviceFacts, new_tokens: int) -> float:
     """Seconds of an autoregressive step, at the middle of a text."""
     held = own.prompt_tokens + new_tokens // 2
     step = sizes.decoder_work(own.target, 1, held, own.itemsize)
     return step.bytes / (BANDWIDTH_SHARE * gpu.bytes_per_s)
 
 
-def _compute_s(work: Work, gpu: Gpu) -> float:
+def _compute_s(work: Work, gpu: DeviceFacts) -> float:
     return work.flops / (COMPUTE_SHARE * gpu.flops_per_s)
 
 
@@ -175,7 +167,7 @@ class StageEstimate:
 
 
 def estimate_stages(
-    profile: Profile, own: Sizes, drafters: Sequence[DrafterKey], gpu: Gpu = H100
+    profile: Profile, own: Sizes, drafters: Sequence[DrafterKey], gpu: DeviceFacts = H100
 ) -> list[StageEstimate]:
     """Hours and bytes by stage; stages that need no GPU to speak of are left out.
 
@@ -247,7 +239,9 @@ def told_parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size(held)}" for name, held in ranked if held >= least)
 
 
-def describe(profile: Profile, ablation: bool = False, gpu: Gpu = H100) -> dict[str, Any] | None:
+def describe(
+    profile: Profile, ablation: bool = False, gpu: DeviceFacts = H100
+) -> dict[str, Any] | None:
     """The estimate as rows and lines to print; None for a target that is not built yet.
 
     Hours are told for profiles on CUDA alone: a CPU's peaks are not known here.

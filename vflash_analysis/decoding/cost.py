@@ -3,9 +3,10 @@
     python -m vflash_analysis.decoding.cost --shape llava-onevision-7b --device cuda --dtype bfloat16
 
 No checkpoint is needed: weights, keys and values are random, as what a forward costs depends on
-shapes alone. From the rows the results draw break-even accepted lengths, speed-ups over the
-accepted length and the distance to what memory bandwidth allows. The command writes its rows as CSV
-(by default into `data/measured`, where figures find them) and the machine's facts beside them.
+shapes alone; nothing is compiled, whatever `target.compile` says. From the rows the results draw
+break-even accepted lengths, speed-ups over the accepted length and the distance to what memory
+bandwidth allows. The command writes its rows as CSV (by default into `data/measured`, where figures
+find them) and the machine's facts beside them.
 """
 
 from __future__ import annotations
