@@ -26,7 +26,8 @@ class Clip:
         clip_id: unique within a list; a suite's ids are also unique across its tasks.
         benchmark: the suite as it stands in the records' `benchmark` column.
         split: what the clip may be used for.
-        path: video file; absolute once a list has been read.
+        path: video file; absolute once a list has been read. Empty for a question without a video,
+            which a list in a file cannot hold.
         prompt: the question without chat template.
         reference: an expected answer, where one exists.
         facts: what a generated clip shows, for scoring; JSON types only.
@@ -39,6 +40,10 @@ class Clip:
     prompt: str
     reference: str | None = None
     facts: dict[str, Any] | None = None
+
+    def video_sha256(self) -> str | None:
+        """SHA-256 of the video file; None without a video."""
+        return sha256_of_file(self.path) if self.path else None
 
 
 # ---------------------------------------------------------------- lists in files

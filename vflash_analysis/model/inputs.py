@@ -142,6 +142,23 @@ def pixel_values(
     return ((pixels * settings.rescale_factor - mean) / std).to(dtype)[None]
 
 
+def user_turn_ids(target: Target, content: str | list[dict[str, str]]) -> list[int]:
+    """Token ids of the chat template around one user turn, up to where the answer begins.
+
+    Args:
+        target: its tokenizer and chat template are used.
+        content: a text, or parts of a kind each as templates with pictures take them.
+    """
+    text = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}],
+        chat_template=target.template,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
     """Token ids of one user turn with a video and a question, ready for the answer.
 
@@ -154,14 +171,7 @@ def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
         InputError: the template, or a question that spells a placeholder, does not give exactly
             one video placeholder and no image.
     """
-    content = [{"type": "video"}, {"type": "text", "text": question}]
-    text = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}],
-        chat_template=target.template,
-        add_generation_prompt=True,
-        tokenize=False,
-    )
-    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = user_turn_ids(target, [{"type": "video"}, {"type": "text", "text": question}])
     video_id = target.video_token_id
     videos, images = ids.count(video_id), ids.count(target.image_token_id)
     if videos != 1 or images:
@@ -185,8 +195,13 @@ def check_placeholders(
 
     Raises:
         InputError: placeholders without pixels (the model would silently run on the placeholder's
-            embedding), pixels without placeholders, or counts that differ.
+            embedding), pixels without placeholders, or counts that differ; any pixels for a target
+            that reads no video.
     """
+    if target.preprocessing is None:
+        if pixels is not None:
+            raise InputError(f"prefill: found pixel values, but {target.source} reads no video")
+        return
     video_tokens = int((input_ids == target.video_token_id).sum())
     if bool((input_ids == target.image_token_id).any()):
         raise InputError("prefill: found image placeholders, allowed: one video, no image")
