@@ -10,6 +10,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from tests.tiny import (
@@ -27,9 +29,11 @@ from tests.tiny import (
 )
 from vflash_analysis.clips.instructions import instructions
 from vflash_analysis.clips.lists import Clip
+from vflash_analysis.config import DrafterSettings
 from vflash_analysis.decoding.tree import ancestor_mask, tree_depths
 from vflash_analysis.errors import InputError
 from vflash_analysis.model import language
+from vflash_analysis.model.drafter import drafter_config
 from vflash_analysis.model.language import check_gguf, load_language_model
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.text_stack import takes_mask_by_type
@@ -176,6 +180,14 @@ def test_other_decoders_load_too(kind, tmp_path):
     ids = loaded.build_prompt(QUESTION, 0)
     found = loaded.prefill(ids, None, loaded.new_cache(len(ids), 1)).logits
     torch.testing.assert_close(found, whole_logits(loaded, ids)[-1], rtol=0, atol=1e-5)
+
+
+def test_a_decoder_without_what_a_drafter_copies_is_named(tmp_path):
+    """Starcoder2 has layer norms, so its config has no `rms_norm_eps`: it decodes, undrafted."""
+    model = Starcoder2ForCausalLM(small(Starcoder2Config))
+    loaded = load_language_model(saved(model, tmp_path), "float32", "cpu")
+    with pytest.raises(InputError, match="target starcoder2: its text config has no rms_norm_eps"):
+        drafter_config(loaded, DrafterSettings(num_tapped_layers=1))
 
 
 def test_layers_that_cannot_be_rolled_back_are_refused(tmp_path):
