@@ -15,7 +15,7 @@ from vflash_analysis.stats import Bootstrap
 
 EXPERIMENT = Experiment(
     gguf_file="",
-    training_texts=96,
+    training_texts=128,
     held_out_texts=12,
     max_new_tokens=48,
     steps=100,
@@ -68,7 +68,7 @@ def test_every_method_writes_greedy_decodings_text(folder):
 
 
 def test_plain_decoding_takes_no_longer_than_generate(folder):
-    """With a tenth to spare: both read the same half gigabyte of weights for a token."""
+    """With a tenth to spare for a busy machine: both read half a gigabyte of weights a token."""
     table = acceptance(folder, Bootstrap()).set_index("method")["ms_per_token"]
     assert table["ar"] < 1.1 * table["hf_generate"]
 

@@ -66,7 +66,7 @@ class Experiment:
 
 # Short blocks: a drafter of a few minutes is seldom right further out, and each slot costs a row of
 # logits over the whole vocabulary.
-DRAFTER = DrafterSettings(num_hidden_layers=2, num_tapped_layers=4, block_size=8)
+DRAFTER = DrafterSettings(num_hidden_layers=2, num_tapped_layers=4, block_size=4)
 
 
 def train_settings(experiment: Experiment) -> TrainSettings:
@@ -76,10 +76,10 @@ def train_settings(experiment: Experiment) -> TrainSettings:
         train_seed=experiment.train_seed,
         steps=experiment.steps,
         clips_per_step=8,
-        anchors_per_clip=8,
-        gamma=4.0,
+        anchors_per_clip=16,
+        gamma=2.0,
         optimizer="muon",
-        learning_rate=0.003,
+        learning_rate=0.008,
         checkpoint_every=100,
         evaluate_every=experiment.steps,
         training_clips=experiment.training_texts,
