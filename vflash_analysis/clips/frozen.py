@@ -264,12 +264,14 @@ def verify(clips: Sequence[Clip], stream: Any) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(VERIFIED_COLUMNS))
 
 
-def verified_sha256(clip: Clip) -> str:
-    """SHA-256 of a clip's video, which is there.
+def verified_sha256(clip: Clip) -> str | None:
+    """SHA-256 of a clip's video, which is there; None for a question without one.
 
     Raises:
         ClipError: it is not the file that the clip's frozen list names.
     """
+    if not clip.path:
+        return None
     digest = video_sha256(clip.path)
     if clip.sha256 is not None and digest != clip.sha256:
         raise changed(clip.path, digest, clip.sha256)

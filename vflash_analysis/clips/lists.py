@@ -28,7 +28,7 @@ class Clip:
         benchmark: the suite as it stands in the records' `benchmark` column.
         split: what the clip may be used for.
         path: video file, or with `frames_per_s` a folder of numbered frame images; absolute once a
-            list has been read.
+            list has been read. Empty for a question without a video, which no list in a file holds.
         prompt: the question without chat template.
         reference: an expected answer, where one exists.
         facts: what a generated clip shows, for scoring; JSON types only.

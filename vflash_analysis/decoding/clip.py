@@ -26,6 +26,7 @@ from vflash_analysis.decoding.plan import Planned, of_clip
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
+from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Prefill, Target
 from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
 
@@ -156,8 +157,7 @@ class ClipDecoder:
         """
         repeats = ([WARMUP] if warm_up else []) + list(range(self._settings.repeats))
         try:
-            read = self._reader.read_clip(clip, self._facts.num_frames)
-            prompt = self._prompt(clip, read)
+            prompt = self._prompt(clip)
             generations: list[Row] = []
             cycles: list[Row] = []
             for repeat in repeats:
@@ -178,24 +178,27 @@ class ClipDecoder:
             ], []
         return generations, cycles
 
-    def _prompt(self, clip: Clip, read: Any) -> tuple[torch.Tensor, torch.Tensor, Row]:
+    def _prompt(self, clip: Clip) -> tuple[torch.Tensor, torch.Tensor | None, Row]:
         """Prompt ids, pixel values and the columns that describe what was read."""
-        target = self._target
-        input_ids = target.build_prompt(clip.prompt, len(read.frames))
-        measured = {
+        prompt = read_prompt(self._target, clip, self._reader, self._facts.num_frames)
+        measured: Row = {
             "video_sha256": verified_sha256(clip),
-            "prompt_tokens": len(input_ids),
-            "video_tokens": int((input_ids == target.video_token_id).sum()),
-            "frames_used": len(read.frames) - read.info.n_repeated,
-            "reader": f"{read.info.reader} {read.info.reader_version}",
+            "prompt_tokens": len(prompt.input_ids),
+            "video_tokens": prompt.video_tokens,
             "prompt_sha256": hashlib.sha256(clip.prompt.encode()).hexdigest(),
-            "template_sha256": target.template_sha256,
-            "frame_read_s": read.seconds,
+            "template_sha256": self._target.template_sha256,
         }
-        return input_ids, target.prepare_frames(torch.from_numpy(read.frames)), measured
+        if prompt.read is not None:
+            info = prompt.read.info
+            measured |= {
+                "frames_used": len(prompt.read.frames) - info.n_repeated,
+                "reader": f"{info.reader} {info.reader_version}",
+                "frame_read_s": prompt.read.seconds,
+            }
+        return prompt.input_ids, prompt.pixel_values, measured
 
     def _prefill(
-        self, input_ids: torch.Tensor, pixel_values: torch.Tensor
+        self, input_ids: torch.Tensor, pixel_values: torch.Tensor | None
     ) -> tuple[KVCache, Prefill]:
         cache = self._target.new_cache(
             len(input_ids), self._settings.max_new_tokens, self._verify_rows
@@ -225,7 +228,7 @@ class ClipDecoder:
         clip: Clip,
         planned: Planned,
         repeat: int,
-        prompt: tuple[torch.Tensor, torch.Tensor, Row],
+        prompt: tuple[torch.Tensor, torch.Tensor | None, Row],
         cache: KVCache,
         prefill: Prefill,
     ) -> tuple[Row, list[Row]]:
@@ -263,7 +266,7 @@ class ClipDecoder:
         self,
         planned: Planned,
         input_ids: torch.Tensor,
-        pixel_values: torch.Tensor,
+        pixel_values: torch.Tensor | None,
         cache: KVCache,
         prefill: Prefill,
     ) -> Generation:
@@ -279,7 +282,7 @@ class ClipDecoder:
     def _judge(
         self,
         rows: list[Row],
-        prompt: tuple[torch.Tensor, torch.Tensor, Row],
+        prompt: tuple[torch.Tensor, torch.Tensor | None, Row],
         cache: KVCache,
     ) -> None:
         """Fills in how each text compares with the first measured plain greedy one."""

@@ -76,9 +76,20 @@ def drafter_config(target: Target, settings: DrafterSettings) -> VFlashConfig:
     """Config of a drafter for a target: its sizes and rotary settings, and its identity.
 
     Raises:
-        InputError: too many tapped layers, or rotary settings that are not implemented.
+        InputError: too many tapped layers, rotary settings that are not implemented, or a target
+            whose config lacks what a drafter copies from it.
     """
     text = target.text_config
+    absent = [
+        name
+        for name in ("intermediate_size", "hidden_act", "rms_norm_eps", "rope_parameters")
+        if getattr(text, name, None) is None
+    ]
+    if absent:
+        raise InputError(
+            f"target {text.model_type}: its text config has no {', '.join(absent)}, allowed: a "
+            "decoder with rotary positions, RMS norms and one MLP, after which a drafter is shaped"
+        )
     config = VFlashConfig(
         hidden_size=target.hidden_size,
         intermediate_size=settings.intermediate_size or text.intermediate_size,

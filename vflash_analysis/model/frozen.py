@@ -2,8 +2,10 @@
 
 Any Hugging Face video language model whose decoder is full attention can be added; the vision side
 implemented here is LLaVA-OneVision's (one pooled grid per frame, one newline token per video).
+A language model without a vision side is a target too: its prompts are questions alone.
 Decoding uses batch size 1. Forward passes go straight to the decoder with prepared masks, so an
-autoregressive step costs less than one of `generate`'s. `target.py` loads one from a folder.
+autoregressive step costs less than one of `generate`'s. `target.py` loads one from a folder,
+`language.py` one without a vision side.
 """
 
 import hashlib
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 VIDEO_MODELS = ("llava_onevision",)  # vision sides implemented by `Target.encode_video`
 ATTENTIONS = (NAME, "sdpa", "eager")
+NO_TOKEN = -1  # the id of a placeholder that a target without a vision side does not have
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,10 @@ class Target:
     """A frozen video language model with its tokenizer, frame settings and prompt template.
 
     Args:
-        model: a Hugging Face model for image-text-to-text generation.
+        model: a Hugging Face model for image-text-to-text generation; for causal language modelling
+            where it reads no video.
         tokenizer: its tokenizer.
-        preprocessing: its frame settings.
+        preprocessing: its frame settings; None for a model that reads no video.
         attention: "vflash", "sdpa" or "eager", for the text stack; vision stays on SDPA.
         template: chat template and the file it came from; None takes the tokenizer's.
         source: name in messages and records, never a path.
@@ -72,23 +76,22 @@ class Target:
         self,
         model: Any,
         tokenizer: Any,
-        preprocessing: FramePreprocessing,
+        preprocessing: FramePreprocessing | None,
         attention: str = NAME,
         template: tuple[str, str] | None = None,
         source: str = "memory",
         source_sha256: str = "",
         revision: str = "local",
     ) -> None:
-        check_config(model.config, source)
+        check_config(model.config, source, reads_video=preprocessing is not None)
         if attention not in ATTENTIONS:
             raise InputError(f"attention: found {attention!r}, allowed: {', '.join(ATTENTIONS)}")
         register_attention()
+        of_text = HF_NAME if attention == NAME else attention
         model.set_attn_implementation(
-            {
-                "": "sdpa",
-                "text_config": HF_NAME if attention == NAME else attention,
-                "vision_config": "sdpa",
-            }
+            of_text
+            if preprocessing is None
+            else {"": "sdpa", "text_config": of_text, "vision_config": "sdpa"}
         )
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -119,10 +122,14 @@ class Target:
             text_stack.widen_norms(self.text_model)
         self.cache_keyword = text_stack.cache_keyword(self.text_model.forward)
         self.compiled: CompiledTarget | None = None  # set where the profile asks for it
-        self.video_token_id: int = model.config.video_token_id
-        self.image_token_id: int = model.config.image_token_id
-        vision = model.config.vision_config
-        self.tokens_per_frame: int = ((vision.image_size // vision.patch_size + 1) // 2) ** 2
+        self._mask_by_type = text_stack.takes_mask_by_type(self.text_model.forward)
+        self.video_token_id = self.image_token_id = NO_TOKEN
+        self.tokens_per_frame = 0
+        if preprocessing is not None:
+            self.video_token_id = model.config.video_token_id
+            self.image_token_id = model.config.image_token_id
+            vision = model.config.vision_config
+            self.tokens_per_frame = ((vision.image_size // vision.patch_size + 1) // 2) ** 2
         found = template or (tokenizer.chat_template, "tokenizer")
         self.template: str = found[0]
         self.template_file: str = found[1]
@@ -173,37 +180,56 @@ class Target:
 
     # Special rows.
 
+    @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Tokens that stand for pictures in a prompt; none without a vision side."""
+        return frozenset({self.video_token_id, self.image_token_id} - {NO_TOKEN})
+
     @cached_property
     def mask_token_id(self) -> int:
         """An existing embedding row that no text uses (see `tokens.unused_row`)."""
-        taken = {self.video_token_id, self.image_token_id, *self.stop_ids}
+        taken = {*self.placeholder_ids, *self.stop_ids}
         return tokens.unused_row(self.embedding.weight, self.tokenizer, taken, self.template)
 
     @cached_property
     def banned_ids(self) -> torch.Tensor:
         """Ids that are never drafted: placeholders, mask, rows beyond the tokenizer; (n,) long."""
-        ids = {self.video_token_id, self.image_token_id, self.mask_token_id}
+        ids = {*self.placeholder_ids, self.mask_token_id}
         ids |= set(range(len(self.tokenizer), self.vocab_size))
         return torch.tensor(sorted(ids), dtype=torch.long, device=self.device)
 
     # Inputs.
 
     def prepare_frames(self, frames: torch.Tensor) -> torch.Tensor:
-        """Frames (T, H, W, 3) uint8 to pixel values (1, T, 3, S, S) (see `inputs.pixel_values`)."""
+        """Frames (T, H, W, 3) uint8 to pixel values (1, T, 3, S, S) (see `inputs.pixel_values`).
+
+        Raises:
+            InputError: other frames, or any for a target that reads no video.
+        """
+        if self.preprocessing is None:
+            raise InputError(f"{self.source}: found frames, but this target reads no video")
         return inputs.pixel_values(frames, self.preprocessing, self.dtype, self.device)
 
     def build_prompt(self, question: str, num_frames: int) -> torch.Tensor:
         """Token ids (P,) of one user turn with a video and a question, ready for the answer.
 
         `<video>` becomes num_frames * tokens_per_frame + 1 placeholders; the last is the newline
-        token after the whole video.
+        token after the whole video. A target that reads no video takes 0 frames and the question.
 
         Raises:
-            InputError: no frame, or other placeholders than one video (see `inputs.prompt_ids`).
+            InputError: no frame where there must be some, or some where there may be none; other
+                placeholders than one video (see `inputs.prompt_ids`).
         """
-        if num_frames < 1:
+        if self.preprocessing is None:
+            if num_frames:
+                raise InputError(
+                    f"num_frames: found {num_frames}, allowed: 0, as {self.source} reads no video"
+                )
+            ids = inputs.turn_ids(self, inputs.user_turn(self, question))
+        elif num_frames < 1:
             raise InputError(f"num_frames: found {num_frames}, allowed: at least 1")
-        ids = inputs.prompt_ids(self, question, num_frames * self.tokens_per_frame + 1)
+        else:
+            ids = inputs.prompt_ids(self, question, num_frames * self.tokens_per_frame + 1)
         return torch.tensor(ids, dtype=torch.long, device=self.device)
 
     def check_lengths(
@@ -398,8 +424,8 @@ class Target:
         )
         arguments: dict[str, Any] = {
             "inputs_embeds": embeds[None],
-            # A prepared mapping keeps the model from building masks of its own.
-            "attention_mask": {"full_attention": prepared},
+            # A prepared mask keeps the model from building one of its own.
+            "attention_mask": {"full_attention": prepared} if self._mask_by_type else prepared,
             "position_ids": position_ids[None],
             "use_cache": True,
             self.cache_keyword: cache,
@@ -434,14 +460,15 @@ class Target:
         return time.perf_counter()
 
 
-def check_config(config: Any, name: str) -> None:
+def check_config(config: Any, name: str, reads_video: bool = True) -> None:
     """Refuse a model that this suite cannot run, by name.
 
     Raises:
-        InputError: no vision side for this model type, or layers that cannot be rolled back.
+        InputError: no vision side for this model type where it must read video, or layers that
+            cannot be rolled back.
     """
     folders.check_full_attention(config.get_text_config(decoder=True))
-    if config.model_type not in VIDEO_MODELS:
+    if reads_video and config.model_type not in VIDEO_MODELS:
         raise InputError(
             f"{name}: model type {config.model_type!r} has no video side here, allowed: "
             f"{', '.join(VIDEO_MODELS)}"

@@ -147,9 +147,13 @@ def pixel_values(
     return result
 
 
-def prompt_text(target: Target, question: str) -> str:
-    """One user turn with a video and a question through the chat template, ready for the answer."""
-    content = [{"type": "video"}, {"type": "text", "text": question}]
+def user_turn(target: Target, content: str | list[dict[str, str]]) -> str:
+    """One user turn through the chat template, up to where the answer begins.
+
+    Args:
+        target: its tokenizer and chat template are used.
+        content: a text, or parts of a kind each as templates with pictures take them.
+    """
     text: str = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": content}],
         chat_template=target.template,
@@ -157,6 +161,17 @@ def prompt_text(target: Target, question: str) -> str:
         tokenize=False,
     )
     return text
+
+
+def prompt_text(target: Target, question: str) -> str:
+    """The user turn of a video and a question."""
+    return user_turn(target, [{"type": "video"}, {"type": "text", "text": question}])
+
+
+def turn_ids(target: Target, text: str) -> list[int]:
+    """Token ids of a turn; its special tokens are spelt out by the template."""
+    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
@@ -171,8 +186,7 @@ def prompt_ids(target: Target, question: str, video_tokens: int) -> list[int]:
         InputError: the template, or a question that spells a placeholder, does not give exactly
             one video placeholder and no image.
     """
-    text = prompt_text(target, question)
-    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = turn_ids(target, prompt_text(target, question))
     video_id = target.video_token_id
     videos, images = ids.count(video_id), ids.count(target.image_token_id)
     if videos != 1 or images:
@@ -196,8 +210,13 @@ def check_placeholders(
 
     Raises:
         InputError: placeholders without pixels (the model would silently run on the placeholder's
-            embedding), pixels without placeholders, or counts that differ.
+            embedding), pixels without placeholders, or counts that differ; any pixels for a target
+            that reads no video.
     """
+    if target.preprocessing is None:
+        if pixels is not None:
+            raise InputError(f"prefill: found pixel values, but {target.source} reads no video")
+        return
     video_tokens = int((input_ids == target.video_token_id).sum())
     if bool((input_ids == target.image_token_id).any()):
         raise InputError("prefill: found image placeholders, allowed: one video, no image")

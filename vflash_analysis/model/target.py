@@ -149,13 +149,7 @@ def load_target(
             message names what was found.
     """
     folder = folders.check_folder(source)
-    torch_dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if torch_dtype is None or torch_dtype not in DTYPES.values():
-        raise InputError(f"dtype: found {dtype!r}, allowed: {', '.join(DTYPES)}")
-    if attention not in ATTENTIONS:
-        raise InputError(f"attention: found {attention!r}, allowed: {', '.join(ATTENTIONS)}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise InputError("device: found 'cuda', but torch sees no CUDA device, allowed: cpu")
+    torch_dtype = check_arguments(dtype, device, attention)
     files = read_files(folder, revision)
     _log.info("loading %s in %s", folder, torch_dtype)
     model, info = AutoModelForImageTextToText.from_pretrained(
@@ -165,17 +159,10 @@ def load_target(
         local_files_only=True,
         output_loading_info=True,
     )
-    _check_loading(folder, info)
-    _check_dtype(folder, model, torch_dtype)
+    check_loaded(folder, model, info, torch_dtype)
     # Only moved: `.to(dtype)` would also round the rotary frequencies, which stay fp32.
     target = _target(files, model.to(device), attention, folders.folder_sha256(folder))
-    text_stack.store_input_major(target.text_model)
-    if target.ignored_generation_settings:
-        _log.warning(
-            "%s: generation settings that greedy decoding ignores: %s",
-            folder,
-            target.ignored_generation_settings,
-        )
+    make_ready(target, folder)
     if compile:
         target.compiled = CompiledTarget(target)
     return target
@@ -203,19 +190,47 @@ def outline_target(files: TargetFiles) -> Target:
     return _target(files, model, NAME, "")
 
 
-def _check_loading(folder: Path, info: dict[str, Any]) -> None:
-    """Refuse a partial load: a missing tensor would be random, an unexpected one is unused."""
+def check_arguments(
+    dtype: str | torch.dtype, device: str | torch.device, attention: str
+) -> torch.dtype:
+    """The dtype that is meant, once everything that needs no file has been checked.
+
+    Raises:
+        InputError: an unknown dtype or attention, or CUDA where there is none.
+    """
+    torch_dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if torch_dtype is None or torch_dtype not in DTYPES.values():
+        raise InputError(f"dtype: found {dtype!r}, allowed: {', '.join(DTYPES)}")
+    if attention not in ATTENTIONS:
+        raise InputError(f"attention: found {attention!r}, allowed: {', '.join(ATTENTIONS)}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: found 'cuda', but torch sees no CUDA device, allowed: cpu")
+    return torch_dtype
+
+
+def make_ready(target: Target, place: Path) -> None:
+    """What every loaded target gets: weights stored for few rows, and a word on ignored settings."""
+    text_stack.store_input_major(target.text_model)
+    if target.ignored_generation_settings:
+        _log.warning(
+            "%s: generation settings that greedy decoding ignores: %s",
+            place,
+            target.ignored_generation_settings,
+        )
+
+
+def check_loaded(place: Path, model: Any, info: dict[str, Any], dtype: torch.dtype) -> None:
+    """Refuse a partial load, or parameters that are not all in the dtype that was asked for.
+
+    A missing tensor would be random, an unexpected one is unused.
+    """
     problems = [
         f"{len(info[kind])} {kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:6])}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
         if info.get(kind)
     ]
     if problems:
-        raise InputError(f"{folder}: weights do not fit the config: {'; '.join(problems)}")
-
-
-def _check_dtype(folder: Path, model: Any, dtype: torch.dtype) -> None:
-    """Refuse a model whose parameters are not all in the dtype that was asked for."""
+        raise InputError(f"{place}: weights do not fit the config: {'; '.join(problems)}")
     other = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
     if other:
-        raise InputError(f"{folder}: found parameters in {other} after loading in {dtype}")
+        raise InputError(f"{place}: found parameters in {other} after loading in {dtype}")

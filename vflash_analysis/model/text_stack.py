@@ -42,6 +42,15 @@ def cache_keyword(forward: Callable[..., Any]) -> str:
     raise InputError("the decoder takes neither `cache` nor `past_key_values`")
 
 
+def takes_mask_by_type(forward: Callable[..., Any]) -> bool:
+    """Whether a forward takes prepared masks as a mapping by layer type (Qwen2), or one (Llama).
+
+    Nothing in a signature or a config tells (Mistral's has layer types and takes one mask), but a
+    forward that takes a mapping asks whether it was given a `dict`.
+    """
+    return "dict" in inspect.unwrap(forward).__code__.co_names
+
+
 def widen_norms(text_model: torch.nn.Module) -> None:
     """Make RMS norms compute in float64: Hugging Face's round to fp32 whatever the weights' dtype.
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -29,6 +30,7 @@ from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip, video_sha256
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import VERIFY_ROWS
+from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import (
     CONTINUATIONS,
@@ -180,12 +182,13 @@ def _is_current(
     `taps` None asks for no states.
     """
     part = part_path(folder, CONTINUATIONS, clip.clip_id)
-    if not part.is_file() or not Path(clip.path).exists():
+    if not part.is_file() or not (clip.path == "" or Path(clip.path).exists()):
         return False
     row = read_records(part, CONTINUATIONS).iloc[0]
     if row["status"] != "ok" or row["target_sha256"] != target.source_sha256:
         return False
-    if row["video_sha256"] != video_sha256(clip.path):
+    video = row["video_sha256"]
+    if (None if pd.isna(video) else video) != (video_sha256(clip.path) if clip.path else None):
         return False
     ids = row["input_ids"]
     cut = row["stop_reason"] == "length"
@@ -246,9 +249,9 @@ def collect_continuations(
         InputError: two clips share an id, or a clip is bad and `on_bad_clip` is "fail".
     """
     folder = Path(out_folder)
-    ids = [clip.clip_id for clip in clips]
-    if len(set(ids)) != len(ids):
-        twice = next(i for number, i in enumerate(ids) if i in ids[:number])
+    clip_ids = [clip.clip_id for clip in clips]
+    if len(set(clip_ids)) != len(clip_ids):
+        twice = next(i for number, i in enumerate(clip_ids) if i in clip_ids[:number])
         raise InputError(f"clip list: found clip id {twice!r} twice, allowed: each id once")
     taps = tuple(tap_layer_ids) if store_states else ()
 
@@ -271,12 +274,12 @@ def collect_continuations(
             "target_sha256": target.source_sha256,
         }
         try:
-            frames = reader.read_clip(clip, num_frames)
-            sha256 = verified_sha256(clip)
-            prompt = target.build_prompt(clip.prompt, len(frames.frames))
-            pixels = target.prepare_frames(frames.frames)
+            prompt = read_prompt(target, clip, reader, num_frames)
+            sha256, ids = verified_sha256(clip), prompt.input_ids
             guess = _guess(target, clip)
-            text = greedy_continuation(target, prompt, pixels, max_new_tokens, taps, guess)
+            text = greedy_continuation(
+                target, ids, prompt.pixel_values, max_new_tokens, taps, guess
+            )
         except InputError as error:
             if on_bad_clip == "fail":
                 raise
@@ -290,16 +293,16 @@ def collect_continuations(
             row |= {
                 "status": "ok",
                 "video_sha256": sha256,
-                "prompt_tokens": len(prompt),
-                "video_tokens": int((prompt == target.video_token_id).sum()),
-                "input_ids": [*prompt.tolist(), *text.token_ids.tolist()],
+                "prompt_tokens": len(ids),
+                "video_tokens": prompt.video_tokens,
+                "input_ids": [*ids.tolist(), *text.token_ids.tolist()],
                 "new_tokens": len(text.token_ids),
                 "stop_reason": text.stop_reason,
                 "text": target.tokenizer.decode(text.token_ids, skip_special_tokens=True),
             }
         write_part(folder, CONTINUATIONS, clip.clip_id, [row])
         progress.update(number, f"{n_bad} bad" if n_bad else "")
-    merge_parts(folder, CONTINUATIONS, ids)
+    merge_parts(folder, CONTINUATIONS, clip_ids)
     return folder / "continuations.parquet"
 
 

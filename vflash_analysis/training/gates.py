@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from vflash_analysis.clips.read import FrameReader
 from vflash_analysis.clips.suites import Clip
 from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
+from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Target
 from vflash_analysis.stats import pairing_band
 from vflash_analysis.training.continuations import greedy_continuation
@@ -53,10 +53,8 @@ def check_target(
     """
     rows = []
     for clip in clips:
-        frames = torch.from_numpy(reader.read_clip(clip, num_frames).frames)
-        prompt = target.build_prompt(clip.prompt, num_frames)
-        pixels = target.prepare_frames(frames)
-        out = greedy_continuation(target, prompt, pixels, max_new_tokens)
+        prompt = read_prompt(target, clip, reader, num_frames)
+        out = greedy_continuation(target, prompt.input_ids, prompt.pixel_values, max_new_tokens)
         rows.append(
             {
                 "clip_id": clip.clip_id,

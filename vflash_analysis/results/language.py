@@ -1,0 +1,147 @@
+"""How far drafts reach in a language model's texts: a drafter beside look-up and a bigram chain.
+
+The bigram chain proposes after every token the one that most often followed it in the training
+texts, 15 times in a row. Its cycles follow from a finished text alone: decoding is lossless, so what
+a verify call would accept is what the text says. Read from records, without the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis import metrics
+from vflash_analysis.errors import InputError
+from vflash_analysis.records import CONTINUATIONS, CYCLES, GENERATIONS, read_records
+from vflash_analysis.results.objectives import side_by_side
+from vflash_analysis.stats import Bootstrap, Interval
+
+BIGRAM_DRAFTS = 15  # as many as a block drafts
+BIGRAM = "bigram"
+BASELINES = ("lookup", BIGRAM)
+
+
+def successors(texts: Iterable[Sequence[int]]) -> dict[int, int]:
+    """The token that most often follows each token within the texts; ties go to the lowest id."""
+    counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for text in texts:
+        for token, following in itertools.pairwise(text):
+            counts[token][following] += 1
+    return {
+        token: min(found, key=lambda following: (-found[following], following))
+        for token, found in counts.items()
+    }
+
+
+def chain_cycles(text: Sequence[int], after: Mapping[int, int]) -> list[dict[str, Any]]:
+    """The cycles of decoding a text with the chain token -> after[token] -> ...
+
+    Args:
+        text: new tokens, the first one the prefill's.
+        after: see `successors`; a chain ends at a token that has none.
+
+    Returns:
+        n_accepted, n_committed and censored of each cycle, as the decode loop counts them: a chain
+        that is right up to the text's end is cut there, one token of the target uncommitted.
+    """
+    cycles = []
+    anchor = 0
+    while anchor < len(text) - 1:
+        room = len(text) - 1 - anchor
+        accepted, draft = 0, after.get(text[anchor])
+        while (
+            accepted < min(room, BIGRAM_DRAFTS)
+            and draft is not None
+            and text[anchor + 1 + accepted] == draft
+        ):
+            accepted, draft = accepted + 1, after.get(draft)
+        committed = min(accepted + 1, room)
+        cycles.append(
+            {"n_accepted": accepted, "n_committed": committed, "censored": accepted == room}
+        )
+        anchor += committed
+    return cycles
+
+
+def _read(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Usable generations and cycles of a decode, the bigram chain's cycles among them."""
+    rows = read_records(folder / "decode" / "generations.parquet", GENERATIONS)
+    generations = metrics.usable(rows)
+    cycles = read_records(folder / "decode" / "cycles.parquet", CYCLES)
+    training = read_records(folder / "training" / "continuations.parquet", CONTINUATIONS)
+    kept = training[training["status"] == "ok"]
+    after = successors(
+        ids[prompt:].tolist()
+        for ids, prompt in zip(kept["input_ids"], kept["prompt_tokens"], strict=True)
+    )
+    plain = generations[generations["method"] == "ar"]
+    if plain.empty:
+        raise InputError(f"{folder}: found no text of method ar")
+    keys = ["benchmark", "video", "clip_id", "sample_seed"]
+    replayed = [
+        {**row[keys].to_dict(), "method": BIGRAM, **cycle}
+        for _, row in plain.iterrows()
+        for cycle in chain_cycles(row["token_ids"].tolist(), after)
+    ]
+    decoded = metrics.usable_cycles(cycles, generations)
+    columns = [*replayed[0]]
+    return generations, pd.concat([decoded[columns], pd.DataFrame(replayed)], ignore_index=True)
+
+
+def _told(interval: Interval, digits: int = 2) -> str:
+    return f"{interval.value:.{digits}f} [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+
+
+def acceptance(folder: Path, boot: Bootstrap) -> pd.DataFrame:
+    """One row per method: texts, share identical to plain decoding, lengths with intervals, time.
+
+    Columns: texts; identical; accepted_drafts = sum(n_accepted) / cycles; accepted_length (tau) =
+    sum(n_committed) / cycles; ms_per_token = sum(decode_s) / sum(new_tokens - 1) of a method that
+    was decoded.
+    """
+    generations, cycles = _read(folder)
+    rows = []
+    for method in [*dict.fromkeys(generations["method"]), BIGRAM]:
+        own = generations[generations["method"] == method]
+        tokens = (own["new_tokens"] - 1).sum()
+        steps = cycles[cycles["method"] == method]
+        accepted = boot.videos(metrics.accepted_drafts_parts(steps)) if len(steps) else None
+        committed = steps.assign(n_accepted=steps["n_committed"])
+        length = boot.videos(metrics.accepted_drafts_parts(committed)) if len(steps) else None
+        rows.append(
+            {
+                "method": method,
+                "texts": own["clip_id"].nunique() or steps["clip_id"].nunique(),
+                "identical": own["identical_to_ar"].astype("Float64").mean(),
+                "accepted_drafts": "" if accepted is None else _told(accepted),
+                "accepted_length": "" if length is None else _told(length),
+                "ms_per_token": 1000 * own["decode_s"].sum() / tokens if tokens else float("nan"),
+            }
+        )
+    return pd.DataFrame(rows).round(2)
+
+
+def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> pd.DataFrame:
+    """Accepted drafts of a method minus a baseline's, paired over texts; one row per baseline.
+
+    Columns: method, baseline; value, low, high of the difference; texts; shown, whether the
+    interval excludes 0.
+    """
+    _, cycles = _read(folder)
+    parts = {
+        name: metrics.accepted_drafts_parts(cycles[cycles["method"] == name])
+        for name in (method, *BASELINES)
+    }
+    rows = []
+    for baseline in BASELINES:
+        both = side_by_side(parts[method], parts[baseline])
+        found = boot.videos(both, metrics.difference_of_ratios)
+        shown = found.low > 0 or found.high < 0
+        told = {"value": found.value, "low": found.low, "high": found.high, "texts": found.n}
+        rows.append({"method": method, "baseline": baseline, **told, "shown": shown})
+    return pd.DataFrame(rows).round(3)
