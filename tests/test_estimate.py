@@ -29,6 +29,23 @@ def test_memory_to_decode_the_papers_setting():
     assert parts["prefill or a vision chunk"] == 2 * (25_119 * 5 * 3584 + inner)
 
 
+def test_memory_to_train_the_papers_drafter():
+    """16 bytes a parameter beside the target, and the larger of prefill and saved activations."""
+    parts = estimate.training_memory(H100_PROFILE, OWN)
+    assert parts["drafter in fp32"] + parts["gradients and AdamW"] == 16 * 983_601_152
+    rows = 25_119 + 256
+    kv = 57_344 * (rows + 61)
+    prefill = 2 * (25_119 * 5 * 3584 + 4_096 * 3 * 18_944)
+    pixels = 128 * 3 * 384 * 384 * 2
+    assert parts["prefill or a step's activations"] == kv + prefill + pixels + 28_672 * rows
+    whole = dataclasses.replace(H100_PROFILE.training, activation_checkpointing=False)
+    profile = dataclasses.replace(H100_PROFILE, training=whole)
+    kept = estimate.training_memory(profile, OWN)["prefill or a step's activations"]
+    assert kept == sizes.saved_bytes(OWN.drafter, rows, 64, 2, keep=True)
+    given = dataclasses.replace(H100_PROFILE.drafter, source="data/pocket/drafters")
+    assert set(estimate.memory(dataclasses.replace(H100_PROFILE, drafter=given), OWN)) == {"decode"}
+
+
 def test_an_autoregressive_step_takes_what_the_page_prints():
     """10.6 to 11.1 ms a token on one H100."""
     assert 10.6e-3 <= estimate._step_s(OWN, H100, 256) <= 11.1e-3

@@ -104,6 +104,33 @@ def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     }
 
 
+def training_memory(profile: Profile, own: Sizes) -> dict[str, int]:
+    """Bytes by part while a drafter trains in one process, a clip at a time.
+
+    The last part is the more of two that follow one another: the target's prefill, where states are
+    recomputed, and what the drafter's own step saves.
+    """
+    settings, frames, item = profile.training, profile.clips.num_frames, own.itemsize
+    rows = own.prompt_tokens + profile.continuations.max_new_tokens
+    prefill = max(
+        sizes.prefill_bytes(own.target, own.prompt_tokens, item),
+        sizes.vision_bytes(own.target, frames, item),
+    )
+    recomputed = sizes.kv_bytes(own.target, rows + VERIFY_ROWS, item) + prefill
+    recomputed += sizes.pixel_bytes(own.target, frames, item)
+    recomputed += sizes.tap_bytes(own.drafter, rows, item)
+    anchors, keep = settings.anchors_per_clip, not settings.activation_checkpointing
+    saved = sizes.saved_bytes(own.drafter, rows, anchors, 2, keep)
+    if profile.continuations.states == "stored":
+        recomputed = 0
+    return {
+        "weights": own.target.parameters * item,
+        "drafter in fp32": 4 * own.drafter.parameters,
+        "gradients and AdamW": sizes.optimizer_bytes(own.drafter),
+        "prefill or a step's activations": int(max(recomputed, saved)),
+    }
+
+
 # ---------------------------------------------------------------- hours
 
 
@@ -221,7 +248,10 @@ def estimate_stages(
 
 def memory(profile: Profile, own: Sizes) -> dict[str, dict[str, int]]:
     """Bytes by part, by what the device is used for."""
-    return {"decode": decode_memory(profile, own)}
+    parts = {"decode": decode_memory(profile, own)}
+    if profile.drafter.source is None:
+        parts["train a drafter"] = training_memory(profile, own)
+    return parts
 
 
 def size(count: float) -> str:

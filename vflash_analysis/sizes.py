@@ -274,6 +274,31 @@ def optimizer_bytes(drafter: DrafterShape) -> int:
     return 3 * 4 * drafter.parameters
 
 
+def saved_bytes(drafter: DrafterShape, rows: int, blocks: int, passes: int, keep: bool) -> float:
+    """Bytes that a training step saves of one clip for its backward pass, under bfloat16 autocast.
+
+    Of the context: the states, the projected rows in fp32 and rounded, and each layer's keys and
+    values, before and after norm and rotation. Of the blocks: every layer's input; and if all
+    activations are kept (`keep`, no activation checkpointing) also those inside the layers and
+    their weights, rounded anew in each pass. `tests/model/test_paper_size.py` counts them exactly.
+
+    Args:
+        rows: context positions.
+        blocks: anchors of the clip.
+        passes: forwards with gradient: 1 from masks, 2 with a revealed state.
+        keep: no activation checkpointing.
+    """
+    target, layers = drafter.target, drafter.num_layers
+    hidden, keys = target.hidden_size, target.num_key_value_heads * target.head_dim
+    wide = drafter.intermediate_size or target.intermediate_size
+    context = tap_bytes(drafter, rows, 2) + rows * (6 * hidden + 16 * layers * keys)
+    slots = blocks * drafter.block_size
+    inputs = passes * layers * slots * hidden * 4
+    inside = slots * (6 * wide + 32 * hidden) + 2 * drafter.layer_parameters
+    kept = passes * layers * inside if keep else inside
+    return context + 2 * drafter.projector_parameters + inputs + kept
+
+
 def vision_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
     """Most bytes that encoding a clip holds beyond weights and pixels.
 

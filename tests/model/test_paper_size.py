@@ -10,6 +10,8 @@ from tests.training.toys import SETTINGS
 from vflash_analysis.model import block_attention
 from vflash_analysis.model.drafter import VFlashConfig, VFlashDrafter
 from vflash_analysis.model.taps import default_tap_layers
+from vflash_analysis.sizes import LLAVA_ONEVISION_7B, DrafterShape
+from vflash_analysis.sizes import saved_bytes as estimated_bytes
 from vflash_analysis.training.step import make_optimizers, raise_to_fp32
 
 
@@ -126,3 +128,8 @@ def test_what_a_step_of_one_clip_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert large == {states, projected, rounded, 18_944 * 3584 * 2}
     assert 8.2e9 < sum(whole.values()) < 8.3e9
     assert 2.3e9 < sum(spared.values()) < 2.4e9
+    # the estimate's formula; with checkpointing it also counts the one layer that is made again
+    shape = DrafterShape(LLAVA_ONEVISION_7B, 4, 4, 16)
+    told = [estimated_bytes(shape, CONTEXT, ANCHORS, 2, keep) for keep in (True, False)]
+    assert told[0] == pytest.approx(sum(whole.values()), rel=0.05)
+    assert told[1] == pytest.approx(sum(spared.values()) + 0.7e9, rel=0.05)
