@@ -158,11 +158,17 @@ def prefix_and_block(
     return merge_by_lse(out_a, lse_a, out_b, lse_b)
 
 
+@torch.compiler.assume_constant_result
+def _is_ampere(device: torch.device) -> bool:
+    """Asked when a step is compiled, not by what is compiled."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _flash_prefix_possible(query: torch.Tensor) -> bool:
     """Torch's CUDA flash kernel: half precision, head sizes in eights, Ampere or newer."""
     return (
         query.is_cuda
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and _is_ampere(query.device)
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= 256
