@@ -162,6 +162,16 @@ def test_the_cuda_form_goes_through_the_merge(monkeypatch):
     torch.testing.assert_close(chain, naive(query, key, value, visible, 0.25), atol=1e-5, rtol=0)
 
 
+def test_the_gpu_is_asked_while_compiling(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def double_on_ampere(number):
+        return 2 * number if attention._is_ampere(number.device) else number
+
+    traced = torch.compile(double_on_ampere, backend="eager", fullgraph=True)
+    assert traced(torch.ones(1)).item() == 2
+
+
 def test_merge_is_stable_and_handles_empty_sides():
     out_a, out_b = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     inf = torch.full((2, 3), -math.inf)

@@ -5,7 +5,7 @@ import torch
 
 from tests.tiny import save_target, tiny_drafter, tiny_prompt, tiny_target
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import compiled
+from vflash_analysis.model import attention, compiled
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.compiled import CompiledTarget, DraftStep, FixedSize
 from vflash_analysis.model.drafter import drafter_cache
@@ -70,6 +70,36 @@ def test_a_step_equals_the_forward_padded_or_not(rows, tree):
     found = single(ids[:1], torch.tensor([cache.length]), None)
     torch.testing.assert_close(found.logits, own.logits, atol=1e-11, rtol=0)
     assert found.tapped is None
+
+
+def test_the_cuda_form_agrees(monkeypatch):
+    """With the device tests answered yes: prefix and tail apart, merged by log-sum-exp."""
+    target, cache = ready(1)
+    drafter = tiny_drafter(target, 6)
+    other = copy_of(cache)
+    block = torch.tensor([8, *[target.mask_token_id] * 15])
+    states = torch.ones(70, 2 * target.hidden_size, dtype=torch.float64)
+
+    def draft():
+        step = DraftStep(target, drafter, 70, 12, 16, None)
+        drafter.append_context(states[None], torch.arange(70)[None], step.cache)
+        return step(block, states[:3], 80)
+
+    expected = draft()
+    ids, depths = torch.tensor([8, 9, 10, 11]), torch.tensor([0, 1, 1, 2])
+    steps = [(1, ids[:1], depths[:1], None), (4, ids, depths, TREE), (9, ids, depths, TREE)]
+    own = [target.forward(i, d + other.length, other, m).logits for _, i, d, m in steps]
+    calls = []
+    monkeypatch.setattr(compiled, "_narrow_masks", lambda device: True)
+    monkeypatch.setattr(attention, "_flash_prefix_possible", lambda query: True)
+    merge = attention.merge_by_lse
+    monkeypatch.setattr(attention, "merge_by_lse", lambda *a: calls.append(1) or merge(*a))
+    for (rows, i, d, m), logits in zip(steps, own, strict=True):
+        found = target.compiled.step(cache, rows, ())(i, d + cache.length, m)
+        torch.testing.assert_close(found.logits, logits, atol=1e-11, rtol=0)
+    torch.testing.assert_close(draft(), expected, atol=1e-6, rtol=0)
+    # Each step runs once when it is made and once when it is called; the drafter has two layers.
+    assert len(calls) == 2 * 3 * target.num_layers + 2 * 2
 
 
 def test_rows_behind_the_held_ones_do_not_count():

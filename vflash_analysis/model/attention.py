@@ -158,12 +158,18 @@ def prefix_and_block(
     return merge_by_lse(out_a, lse_a, out_b, lse_b)
 
 
+@torch.compiler.assume_constant_result
+def _is_ampere(device: torch.device) -> bool:
+    """Asked when a step is compiled, not by what is compiled."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def flash_kernel_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether `prefix_attention_with_lse` runs: anything on a CPU; on CUDA half precision, head
     sizes in eights, Ampere or newer."""
     return device.type == "cpu" or (
         device.type == "cuda"
-        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and _is_ampere(device)
         and dtype in (torch.float16, torch.bfloat16)
         and head_dim % 8 == 0
         and head_dim <= 256

@@ -74,10 +74,15 @@ class FixedSize:
             row stands for all
         """
         groups = groups if len(visible) > 1 else 1
-        if visible.is_cuda:
+        if _narrow_masks(visible.device):
             return fold_mask(visible[None, None], groups)
         whole = functional.pad(visible, (self.prefix, 0), value=True)
         return fold_mask(additive_mask(whole[None, None], dtype), groups)
+
+
+def _narrow_masks(device: torch.device) -> bool:
+    """On CUDA the prefix is an unmasked pass of its own (see `attention.prefix_and_block`)."""
+    return device.type == "cuda"
 
 
 class _WrittenRows:
