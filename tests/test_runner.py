@@ -651,7 +651,7 @@ def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
 
 def test_all_clips_decodes_more_and_trains_nothing_again(runs):
     few, all_ = stages.plan("pocket"), stages.plan("pocket", all_clips=True)
-    same = {"environment", "clips", "target", "continuations", "drafter"}
+    same = {"environment", "clips", "target", "continuations", "drafter", "cost"}
     for one, other in zip(few, all_, strict=True):
         assert (one.run_id == other.run_id) == (one.stage in same), one.name
     decode = next(shard for shard in all_ if shard.stage == "decode")
@@ -736,7 +736,7 @@ def test_stale_results_of_other_parameters_upstream_are_not_reused(runs, monkeyp
 def test_what_computes_on_the_targets_device_takes_one(runs, monkeypatch, tmp_path):
     monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
     monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
-    taking = {"target", "continuations", "drafter", "decode"}
+    taking = {"target", "continuations", "drafter", "decode", "cost"}
     for profile, device in (("smoke", "cpu"), ("h100", "cuda")):
         for shard in stages.plan(profile):
             expected = device if shard.stage in taking else ""

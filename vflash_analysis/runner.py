@@ -26,7 +26,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
 from vflash_analysis.progress import ProgressLine, clock
-from vflash_analysis.stages import STAGES, Shard, missing_inputs
+from vflash_analysis.stages import Shard, missing_inputs
 
 STATUSES = ("ok", "skipped", "bad input", "error", "died", "timeout", "incomplete", "blocked")
 GOOD = ("ok", "skipped")
@@ -261,7 +261,7 @@ def _refuse_unfit(waiting: Sequence[Shard]) -> None:
     Raises:
         InputError: says what is wrong with the first thing that is.
     """
-    needy = next((s for s in waiting if "target" in (s.stage, *STAGES[s.stage].needs)), None)
+    needy = next((shard for shard in waiting if shard.device), None)
     if needy is None:
         return
     own = needy.parameters

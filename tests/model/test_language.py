@@ -27,6 +27,7 @@ from tests.tiny import (
     tiny_target,
     tiny_tokenizer,
 )
+from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.instructions import instructions
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.config import DrafterSettings
@@ -123,11 +124,11 @@ def test_a_video_target_refuses_a_question_alone(target):
 
 
 def test_a_clip_without_a_file_has_no_digest(tmp_path):
-    assert Clip("c", "VDC", "training", "", QUESTION).video_sha256() is None
+    assert verified_sha256(Clip("c", "VDC", "training", "", QUESTION)) is None
     file = tmp_path / "c.mp4"
     file.write_bytes(b"abc")
-    digest = Clip("c", "VDC", "training", str(file), QUESTION).video_sha256()
-    assert digest.startswith("ba7816bf8f01cfea")  # of "abc", FIPS 180-2
+    digest = verified_sha256(Clip("c", "VDC", "training", str(file), QUESTION))
+    assert digest is not None and digest.startswith("ba7816bf8f01cfea")  # of "abc", FIPS 180-2
 
 
 def test_decoders_say_whether_they_take_a_mask_for_each_layer_type():
