@@ -7,7 +7,8 @@ cache of fixed size: to the prefix without a mask, to the tail behind it under o
 step to step lies in tensors, so nothing is compiled once a text has begun. On CUDA the compiled step
 is recorded as one CUDA graph and replayed.
 
-A step is compiled for its number of rows, tapped layers and cache size, before the clock starts.
+A step is compiled for its number of rows, tapped layers and cache size, before the clock starts;
+a method's verify steps all have the rows of its longest proposal (look-up: 16), shorter ones padded.
 Cache sizes go in steps of `SIZE_STEP` rows, so another prompt length costs at most one more
 compilation of each. Prefill, the projection of the prompt, the judge of near ties and Hugging Face's
 own loops run uncompiled.
@@ -319,7 +320,7 @@ def check_layers_in_order(target: Target) -> None:
     Raises:
         InputError: logits or tapped states differ from the model's own forward.
     """
-    ids = torch.linspace(0, target.vocab_size - 1, 7, device=target.device).long()
+    ids = torch.linspace(0, len(target.tokenizer) - 1, 7, device=target.device).long()
     taps = range(target.num_layers)
     size = FixedSize.of(4, len(ids))
     with torch.inference_mode():
