@@ -15,7 +15,7 @@ from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.plan import Planned
 from vflash_analysis.decoding.timing import Timer
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import compiled
+from vflash_analysis.model import fixed
 from vflash_analysis.model.compiled import CompiledTarget
 from vflash_analysis.model.target import load_target
 
@@ -46,7 +46,7 @@ def traced():
         return graph.forward
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "BACKEND", backend)
+        patch.setattr(fixed, "BACKEND", backend)
         yield graphs
 
 
@@ -100,14 +100,14 @@ def test_another_size_compiles_each_shape_once_more(bench, traced):
 def test_compiling_is_not_timed(bench, monkeypatch):
     """A clock that only runs while something is being compiled."""
     now = 0.0
-    make = compiled._Fixed.__init__
+    make = fixed.Fixed.__init__
 
     def slow(self, *args):
         nonlocal now
         now += 100.0
         make(self, *args)
 
-    monkeypatch.setattr(compiled._Fixed, "__init__", slow)
+    monkeypatch.setattr(fixed.Fixed, "__init__", slow)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     other = Bench.on(bench.target, bench.drafter, 3, 65)
     for spec in ("ar", "chain:block=15"):

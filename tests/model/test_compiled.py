@@ -5,10 +5,11 @@ import torch
 
 from tests.tiny import save_target, tiny_drafter, tiny_prompt, tiny_target
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import attention, compiled
+from vflash_analysis.model import attention, fixed
 from vflash_analysis.model.cache import KVCache
-from vflash_analysis.model.compiled import CompiledTarget, DraftStep, FixedSize
+from vflash_analysis.model.compiled import CompiledTarget, DraftStep
 from vflash_analysis.model.drafter import drafter_cache
+from vflash_analysis.model.fixed import FixedSize
 from vflash_analysis.model.target import load_target
 
 
@@ -51,7 +52,7 @@ TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dt
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_step_equals_the_forward_padded_or_not(rows, tree):
     target, cache = ready()
-    assert cache.length > compiled.SIZE_STEP  # so there is a prefix
+    assert cache.length > fixed.SIZE_STEP  # so there is a prefix
     other = copy_of(cache)
     ids = torch.tensor([8, 9, 10, 11])
     mask, depths = (TREE, torch.tensor([0, 1, 1, 2])) if tree else (None, torch.arange(4))
@@ -90,7 +91,7 @@ def test_the_cuda_form_agrees(monkeypatch):
     steps = [(1, ids[:1], depths[:1], None), (4, ids, depths, TREE), (9, ids, depths, TREE)]
     own = [target.forward(i, d + other.length, other, m).logits for _, i, d, m in steps]
     calls = []
-    monkeypatch.setattr(compiled, "_narrow_masks", lambda device: True)
+    monkeypatch.setattr(fixed, "_narrow_masks", lambda device: True)
     monkeypatch.setattr(attention, "_flash_prefix_possible", lambda query: True)
     merge = attention.merge_by_lse
     monkeypatch.setattr(attention, "merge_by_lse", lambda *a: calls.append(1) or merge(*a))
