@@ -8,8 +8,10 @@ import pytest
 
 from vflash_analysis import config, estimate, sizes
 from vflash_analysis.config import DrafterKey
-from vflash_analysis.estimate import H100
+from vflash_analysis.estimate import GPU
+from vflash_analysis.results.published import device_facts
 
+H100 = device_facts(GPU)
 H100_PROFILE = config.load_profile("h100")
 OWN = estimate.sizes_of(H100_PROFILE, sizes.LLAVA_ONEVISION_7B)
 
@@ -58,7 +60,7 @@ def test_hours_of_decoding_are_a_product():
             H100_PROFILE.decode, methods=("ar", "chain", "hf_generate"), comparison_clips=10
         ),
     )
-    stages = {s.stage: s for s in estimate.estimate_stages(profile, OWN, [])}
+    stages = {s.stage: s for s in estimate.estimate_stages(profile, OWN, [], H100)}
     prefill_s = estimate._compute_s(estimate._prefill(profile, OWN), H100)
     texts = 50 + 2 * 50 + 10  # autoregressive, the chain with two drafters, Hugging Face's on 10
     text_s = 256 * estimate._step_s(OWN, H100, 256)
@@ -70,7 +72,7 @@ def test_hours_of_decoding_are_a_product():
 
 def test_hours_of_training_grow_with_steps_and_reveal_rounds():
     def hours(*keys: DrafterKey) -> float:
-        stages = estimate.estimate_stages(H100_PROFILE, OWN, keys)
+        stages = estimate.estimate_stages(H100_PROFILE, OWN, keys, H100)
         return next(s.gpu_hours for s in stages if s.stage == "drafter")
 
     mask, flow = (DrafterKey(a, 0, 1000, 20_000) for a in ("mask_only", "self_reveal"))
@@ -90,20 +92,18 @@ def test_states_take_disk_only_where_they_are_stored():
     shape = estimate.target_shape(pocket)
     assert shape is not None
     own = estimate.sizes_of(pocket, shape)
-    first = estimate.estimate_stages(pocket, own, [])[0]
+    first = estimate.estimate_stages(pocket, own, [], H100)[0]
     rows = own.prompt_tokens + pocket.continuations.max_new_tokens
     lists = 1600 + 40 + 60
     assert first.disk_bytes == lists * rows * 4 * shape.hidden_size * 2
-    assert estimate.estimate_stages(H100_PROFILE, OWN, [])[0].disk_bytes == 0
+    assert estimate.estimate_stages(H100_PROFILE, OWN, [], H100)[0].disk_bytes == 0
 
 
 def test_what_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(config, "local_paths", dict)
     told = estimate.describe(H100_PROFILE)
     assert told is not None
-    assert told["notes"][0].startswith(
-        "memory to decode: 23.9 GB (weights 16.1 GB, drafters (2) 3.9"
-    )
+    assert told["notes"][0].startswith("memory, decode: 23.9 GB (weights 16.1 GB, drafters (2) 3.9")
     assert "hours on one H100 SXM, estimated" in told["notes"][-1]
     assert [row["stage"] for row in told["stages"]] == ["continuations", "drafter", "decode"]
     assert estimate.describe(config.load_profile("smoke")) is None

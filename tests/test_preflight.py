@@ -48,7 +48,7 @@ def test_what_a_reader_should_know_of_a_target(folder):
     described = "Please provide a detailed description of the video"
     prompt = target.build_prompt(described, 4)
     assert int(rows["prompt tokens, MVBench"]["found"]) > len(prompt)
-    assert rows["memory to decode"]["note"].startswith("drafters (2) 0.3 MB, KV cache 0.2 MB")
+    assert rows["memory, decode"]["note"].startswith("drafters (2) 0.3 MB, KV cache 0.2 MB")
 
 
 def test_the_papers_prompt_length_is_held_against_the_page(folder):
@@ -82,7 +82,7 @@ def test_weights_that_are_a_part_of_the_model_are_told(folder, monkeypatch):
 
 def test_too_small_a_device_is_refused(folder, monkeypatch):
     monkeypatch.setattr(preflight, "_device_bytes", lambda _: 1000)
-    row = rows_of(ON_CPU)["memory to decode"]
+    row = rows_of(ON_CPU)["memory, decode"]
     assert not row["ok"] and row["note"].startswith("device: found 1.0 kB, allowed: ")
 
 
@@ -91,7 +91,7 @@ def test_the_papers_setting_does_not_fit_a_small_gpu(monkeypatch):
     (row,) = [
         row
         for row in preflight._memory_rows(H100, LLAVA_ONEVISION_7B)
-        if row["item"] == "memory to decode"
+        if row["item"] == "memory, decode"
     ]
     assert not row["ok"] and row["note"].startswith("device: found 20.0 GB, allowed: 23.9 GB")
 
@@ -102,7 +102,7 @@ def test_a_target_that_a_stage_builds_has_nothing_to_tell():
 
 def test_the_light_commands_ask_a_process_of_its_own():
     rows = runner.ask_preflight("pocket", {"clips.num_frames": 3})
-    assert {row["item"] for row in rows} >= {"template", "mask row", "memory to decode"}
+    assert {row["item"] for row in rows} >= {"template", "mask row", "memory, decode"}
     with pytest.raises(InputError, match=r"the target cannot be looked at: .*clips\.num_frames"):
         runner.ask_preflight("pocket", {"clips.num_frames": -1})
 
@@ -120,7 +120,7 @@ def test_a_run_is_refused_before_its_first_shard(
 ):
     monkeypatch.setattr(paths, "RUNS", tmp_path)
     asked, ran = [], []
-    unfit = {"item": "memory to decode", "ok": False, "note": "device: found no CUDA device"}
+    unfit = {"item": "memory, decode", "ok": False, "note": "device: found no CUDA device"}
 
     def ask(profile, overrides):
         asked.append((profile, overrides))
@@ -134,7 +134,7 @@ def test_a_run_is_refused_before_its_first_shard(
     monkeypatch.setattr(runner, "run_shard", run_shard)
     shards = stages.plan("pocket", wanted)
     if refused:
-        with pytest.raises(InputError, match=r"^memory to decode: device: found no CUDA device$"):
+        with pytest.raises(InputError, match=r"^memory, decode: device: found no CUDA device$"):
             runner.run_plan(shards, "pocket", only)
         assert asked == [("pocket", wanted)] and not ran
     else:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pkgutil
+import shutil
 import socket
 import subprocess
 import sys
@@ -690,7 +691,24 @@ def test_clips_hang_on_the_description_of_their_corpus_and_on_a_list_of_ones_own
     monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
     monkeypatch.delenv("VFLASH_DATA", raising=False)  # a plan needs no videos
     inputs = next(s for s in stages.plan("h100") if s.stage == "clips").inputs
-    assert set(inputs) == {"suites", "training_corpus"} and identity.ABSENT not in inputs.values()
+    assert identity.ABSENT not in inputs.values()
+    before = next(s for s in stages.plan("h100") if s.stage == "clips").run_id
+    described = tmp_path / "data"
+    for folder in ("suites", "training"):
+        shutil.copytree(paths.DATA / folder, described / folder)
+    monkeypatch.setattr(paths, "DATA", described)
+    for name, changed, same in (
+        ("suites/VDC.yaml", ("title: VideoDetailCaption", "title: other words"), True),
+        ("suites/VDC.yaml", ("prompt: question", "prompt: description"), False),
+    ):
+        file = described / name
+        file.write_text(file.read_text().replace(*changed))
+        clips = next(s for s in stages.plan("h100") if s.stage == "clips")
+        assert (clips.run_id == before) == same, changed
+    corpus = described / "training" / "LLaVA-Video-178K.yaml"
+    other = next(s for s in stages.plan("h100") if s.stage == "clips").run_id
+    corpus.write_text(corpus.read_text().replace("split: caption", "split: other"))
+    assert next(s for s in stages.plan("h100") if s.stage == "clips").run_id != other
     monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
     shards = stages.plan("h100", {"clips.training_list": "mine.jsonl"})
     told = f"clips: clips.training_list: found nothing at {tmp_path / 'mine.jsonl'}"

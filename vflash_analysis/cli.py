@@ -288,7 +288,7 @@ def rehearse(
     folder = folder.expanduser().resolve()
     described = suites.load_suites(paths.DATA / "suites")
     made = layouts.write_layouts(folder, config.load_profile("smoke").clips, described)
-    words = ["vflash", "run", "--profile", "smoke"]
+    words = [sys.argv[0], "run", "--profile", "smoke"]
     for setting in (
         "source=suites",
         "training_list=training.jsonl",

@@ -28,6 +28,7 @@ NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")
 TRANSFORMERS_RANGE = ((5, 24), (5, 40))  # at least the first, below the second
 READER_THREADS = 2  # that a frame reader decodes with; many make small clips slower
 EOF_RETRY = "DECORD_EOF_RETRY_MAX"
+MEMORY = "memory, "  # begins the item of a row that counts for the stage named after it
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 

@@ -31,7 +31,7 @@ BANDWIDTH_SHARE = 0.43
 COMPUTE_SHARE = 0.4  # our assumption for long prefills and training in bfloat16
 
 
-H100 = device_facts("H100 SXM")
+GPU = "H100 SXM"  # of `data/published/devices.csv`, whose peaks the hours stand on
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class StageEstimate:
 
 
 def estimate_stages(
-    profile: Profile, own: Sizes, drafters: Sequence[DrafterKey], gpu: DeviceFacts = H100
+    profile: Profile, own: Sizes, drafters: Sequence[DrafterKey], gpu: DeviceFacts
 ) -> list[StageEstimate]:
     """Hours and bytes by stage; stages that need no GPU to speak of are left out.
 
@@ -247,10 +247,10 @@ def estimate_stages(
 
 
 def memory(profile: Profile, own: Sizes) -> dict[str, dict[str, int]]:
-    """Bytes by part, by what the device is used for."""
+    """Bytes by part, by stage; the other stages on the device take less than `decode`."""
     parts = {"decode": decode_memory(profile, own)}
     if profile.drafter.source is None:
-        parts["train a drafter"] = training_memory(profile, own)
+        parts["drafter"] = training_memory(profile, own)
     return parts
 
 
@@ -269,9 +269,7 @@ def told_parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size(held)}" for name, held in ranked if held >= least)
 
 
-def describe(
-    profile: Profile, ablation: bool = False, gpu: DeviceFacts = H100
-) -> dict[str, Any] | None:
+def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
     """The estimate as rows and lines to print; None for a target that is not built yet.
 
     Hours are told for profiles on CUDA alone: a CPU's peaks are not known here.
@@ -279,7 +277,7 @@ def describe(
     target = target_shape(profile)
     if target is None:
         return None
-    own = sizes_of(profile, target)
+    own, gpu = sizes_of(profile, target), device_facts(GPU)
     drafters = config.main_drafters(profile)
     if ablation:
         drafters = list(dict.fromkeys([*drafters, *config.ablation_drafters(profile)]))
@@ -296,7 +294,7 @@ def describe(
     ]
     parts = memory(profile, own)
     notes = [
-        f"memory to {use}: {size(sum(held.values()))} ({told_parts(held)})"
+        f"memory, {use}: {size(sum(held.values()))} ({told_parts(held)})"
         for use, held in parts.items()
     ]
     if on_gpu:

@@ -65,6 +65,23 @@ def value_of(parts: pd.DataFrame, combine: Combine) -> float:
 
 
 # ---- guards -----------------------------------------------------------------------------------
+def kinds(frame: pd.DataFrame, column: str) -> pd.Series:
+    """What each row counts as in one of KIND_COLUMNS, "none" for a missing value.
+
+    A row's own value; but for the reader the commonest one of its suite and sample seed, and nothing
+    for folders of images: a clip that the run's reader could not open is read by the other one, and
+    that costs neither its result nor the others'.
+    """
+    values = frame[column].astype("object")
+    values = values.where(values.notna(), "none").astype(str)
+    shard = [name for name in ("benchmark", "sample_seed") if name in frame.columns]
+    if column != "reader" or len(shard) < 2:
+        return values
+    videos = values[~values.str.startswith("frames ")]
+    by = [frame.loc[videos.index, name] for name in shard]
+    return videos.groupby(by).transform(lambda found: found.mode().iloc[0])
+
+
 def refuse_mixed(frame: pd.DataFrame, columns: Sequence[str] = KIND_COLUMNS) -> None:
     """Refuses rows of different devices, dtypes, readers, templates or targets in one pool.
 
@@ -74,7 +91,7 @@ def refuse_mixed(frame: pd.DataFrame, columns: Sequence[str] = KIND_COLUMNS) -> 
     for column in columns:
         if column not in frame.columns:
             continue
-        found = sorted({"none" if pd.isna(value) else str(value) for value in frame[column]})
+        found = sorted(set(kinds(frame, column)))
         if len(found) > 1:
             raise InputError(
                 f"'{column}' has {len(found)} values in one pool {found}; allowed is 1"

@@ -20,7 +20,7 @@ import torch
 from vflash_analysis import config, estimate, paths, sizes
 from vflash_analysis.clips import suites
 from vflash_analysis.config import Profile
-from vflash_analysis.environment import row
+from vflash_analysis.environment import MEMORY, row
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.inputs import prompt_text
 from vflash_analysis.model.source import known_shape, stored_numbers, weight_files
@@ -130,7 +130,7 @@ def _memory_rows(profile: Profile, shape: TargetShape) -> Rows:
         if not ok:
             found = "no CUDA device" if there is None else estimate.size(there)
             note = f"device: found {found}, allowed: {estimate.size(total)} or more; {note}"
-        rows.append(row(f"memory to {stage}", estimate.size(total), wanted, ok, note))
+        rows.append(row(f"{MEMORY}{stage}", estimate.size(total), wanted, ok, note))
     return rows
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import config, paths, records
+from vflash_analysis.environment import MEMORY
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
@@ -268,8 +269,10 @@ def _refuse_unfit(waiting: Sequence[Shard]) -> None:
     settings = config.load_profile(own["profile"], own["overrides"]).target
     if settings.source is not None and settings.device == "cpu":
         return
+    stages = {shard.stage for shard in waiting}
     for row in ask_preflight(own["profile"], own["overrides"]):
-        if not row["ok"]:
+        spared = row["item"] == f"{MEMORY}drafter" and "drafter" not in stages
+        if not row["ok"] and not spared:
             raise InputError(f"{row['item']}: {row['note']}")
 
 

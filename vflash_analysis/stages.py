@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from vflash_analysis import config, environment, identity, paths, records
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
-from vflash_analysis.strict import Bounds
+from vflash_analysis.strict import Bounds, read_yaml
 
 
 @dataclass(frozen=True)
@@ -283,6 +283,8 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
         for part in name.split("."):
             value = value[part]
         chosen[name] = value
+    if stage.name == "clips" and profile.clips.source == "suites":
+        chosen["descriptions"] = _descriptions(profile)
     if stage.name == "continuations":
         chosen["trains"] = profile.drafter.source is None
     if stage.name == "drafter":
@@ -292,20 +294,34 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
     return chosen
 
 
+def _descriptions(profile: Profile) -> dict[str, Any]:
+    """What decides clips in the files that describe the profile's suites and training corpus."""
+    from vflash_analysis.clips.suites import FOR_THE_READER
+
+    places: list[tuple[str, str]] = [("suites", name) for name in profile.clips.benchmarks]
+    if profile.clips.training_corpus:
+        places.append(("training", profile.clips.training_corpus))
+    described = {}
+    for folder, name in places:
+        path = paths.DATA / folder / f"{name}.yaml"
+        if path.is_file():  # the stage itself refuses a suite without one
+            keys = read_yaml(path)
+            described[f"{folder}/{name}"] = {
+                key: value for key, value in keys.items() if key not in FOR_THE_READER
+            }
+    return described
+
+
 def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
     """Files from outside the run that the stage reads, by name."""
     files: list[tuple[str, Path]] = []
     if stage.name == "target" and profile.target.source != config.TINY_TARGET:
         files.append(("target", config.target_folder(profile.target)))
     if stage.name == "clips" and profile.clips.source == "suites":
-        files.append(("suites", paths.DATA / "suites"))
         lists = paths.ROOT / (profile.clips.frozen_lists or "")
         if profile.clips.frozen_lists and lists.is_dir():
             files.append(("frozen_lists", lists))
-        if profile.clips.training_corpus:
-            described = paths.DATA / "training" / f"{profile.clips.training_corpus}.yaml"
-            files.append(("training_corpus", described))
-        elif profile.clips.training_list:
+        if profile.clips.training_list and not profile.clips.training_corpus:
             files.append(("training_list", config.data_folder() / profile.clips.training_list))
     if stage.name == "drafter" and profile.drafter.source:
         files.append(("drafter", paths.ROOT / profile.drafter.source))

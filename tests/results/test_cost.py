@@ -4,6 +4,7 @@ import math
 
 import matplotlib.colors
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.patches import Rectangle
@@ -145,8 +146,7 @@ def test_costs_of_two_runs_on_one_machine_are_refused():
 def test_between_lengths_costs_are_interpolated_and_outside_kept():
     (group,) = cost_groups(of_costs(cost_rows()))
     assert seconds_at(group, "ar", 600) == pytest.approx(4.6e-3)
-    assert seconds_at(group, "ar", 5) == pytest.approx(4.2e-3)
-    assert seconds_at(group, "ar", 9000) == pytest.approx(5.0e-3)
+    assert np.isnan([seconds_at(group, "ar", length) for length in (5, 9000)]).all()
     assert math.isnan(seconds_at(group, "none", 600))
 
 

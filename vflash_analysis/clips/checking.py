@@ -10,6 +10,7 @@ clip: an interrupted check goes on where it was, and a second one reads only wha
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -23,16 +24,23 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis.clips.frozen import bounds_of, verified_sha256
-from vflash_analysis.clips.lists import Clip
+from vflash_analysis.clips.lists import Clip, video_files
 from vflash_analysis.clips.read import ClipError, FrameReader, check_clip
 from vflash_analysis.config import ClipSettings
+from vflash_analysis.environment import READERS
 from vflash_analysis.progress import CountLine
+from vflash_analysis.records import package_versions
 
 CLIPS_PER_READER = 50  # fewer are read before another reader has started
 READERS_AT_ONCE = 4  # more would slow each other down to the time limit
 NOT_KEPT = ("missing", "timeout", "crashed")  # a busy or broken machine's reasons, not the file's
 
 Row = dict[str, Any]
+
+
+@functools.cache
+def _reader_versions() -> dict[str, str | None]:
+    return package_versions(READERS)
 
 
 class CheckStore:
@@ -56,13 +64,12 @@ class CheckStore:
     @staticmethod
     def key(clip: Clip, settings: ClipSettings) -> str | None:
         """What must be unchanged for a row to hold; None for a clip without a file."""
-        try:
-            status = os.stat(clip.path)
-        except OSError:
+        files = video_files(clip.path)
+        if not files:
             return None
-        file = [os.path.abspath(clip.path), status.st_size, status.st_mtime_ns]
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         asked = [settings.num_frames, settings.reader, bounds_of(clip), clip.sha256]
-        return json.dumps([*file, *asked])
+        return json.dumps([os.path.abspath(clip.path), stats, *asked, _reader_versions()])
 
     def get(self, key: str | None) -> Row | None:
         """The row kept under a key."""

@@ -15,7 +15,13 @@ from pathlib import Path
 
 from vflash_analysis import config, paths
 from vflash_analysis.clips.lists import Clip, read_video_list
-from vflash_analysis.clips.overlap import Evaluated, Overlap, check_disjoint, without_overlaps
+from vflash_analysis.clips.overlap import (
+    Evaluated,
+    Overlap,
+    check_disjoint,
+    video_id,
+    without_overlaps,
+)
 from vflash_analysis.clips.suites import Suite, by_rank, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
@@ -84,6 +90,10 @@ def training_clips(settings: ClipSettings, data_root: Path, evaluated: Evaluated
 def _split(ranked: Sequence[Clip], settings: ClipSettings) -> tuple[list[Clip], list[Clip]]:
     """The first clips for validation, then those of other videos for training."""
     validation = list(ranked[: settings.validation_clips])
-    held = {clip.path for clip in validation}
-    rest = [clip for clip in ranked[settings.validation_clips :] if clip.path not in held]
+    held = {video_id(clip.path) or clip.path for clip in validation}
+    rest = [
+        clip
+        for clip in ranked[settings.validation_clips :]
+        if (video_id(clip.path) or clip.path) not in held
+    ]
     return validation, rest[: settings.training_clips]

@@ -28,7 +28,7 @@ import pandas as pd
 from vflash_analysis import paths
 from vflash_analysis.clips.lists import Clip, json_lines, video_bytes, video_sha256
 from vflash_analysis.clips.read import ClipError
-from vflash_analysis.clips.suites import find_dataset, load_suites, suite_clips
+from vflash_analysis.clips.suites import Suite, draw_clips, find_dataset, load_suites, suite_clips
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 from vflash_analysis.identity import ABSENT, FileDigests
@@ -206,6 +206,37 @@ def bounds_of(clip: Clip) -> dict[str, float]:
 
 
 # ---------------------------------------------------------------- replaying
+
+
+def chosen_clips(
+    settings: ClipSettings, suite: Suite, sample_seed: int, videos: Sequence[Clip], folder: Path
+) -> tuple[list[Clip], Path | None]:
+    """The clips of a suite and sample seed: those of its frozen list, else drawn.
+
+    Args:
+        settings: the profile's `clips`.
+        suite: its description.
+        sample_seed: which draw.
+        videos: every clip of the suite.
+        folder: the dataset's.
+
+    Returns:
+        The clips, and the list that was replayed, None where they were drawn.
+
+    Raises:
+        InputError: too few clips, or a list that does not belong to these metadata.
+    """
+    wanted, path = settings.clips_per_suite_all, list_path(settings, suite.name, sample_seed)
+    if path is None or not path.is_file():
+        return draw_clips(videos, suite.name, sample_seed, wanted), None
+    listed = read_frozen(path)
+    if len(listed) < wanted:
+        raise InputError(
+            f"clips.clips_per_suite_all: found {wanted}, allowed: at most the {len(listed)} of "
+            f"{paths.relative_to_root(path)}"
+        )
+    by_id = {clip.clip_id: clip for clip in videos}
+    return replayed(listed[:wanted], path, by_id, folder), path
 
 
 def replayed(

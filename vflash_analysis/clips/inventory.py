@@ -10,6 +10,7 @@ videos that they list, the clips that would be drawn, and the hub's commit that 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from vflash_analysis import config, paths, strict
 from vflash_analysis.clips import corpora, frozen
 from vflash_analysis.clips.lists import Clip, read_video_list
 from vflash_analysis.clips.overlap import Evaluated
-from vflash_analysis.clips.suites import draw_clips, find_dataset, load_suite, suite_videos
+from vflash_analysis.clips.suites import find_dataset, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 
@@ -154,10 +155,9 @@ def take_stock(settings: ClipSettings, data_root: Path | None) -> list[Holding]:
         path = paths.DATA / "suites" / f"{name}.yaml"
         holding, videos = _look(path, data_root)
         every_video += videos
-        if not holding.faults:
-            holding = _with_drawn(
-                holding, settings, lambda v=videos, n=name: _drawn(n, v, settings)
-            )
+        if holding.folder is not None and not holding.faults:
+            draw = functools.partial(_drawn, path, videos, holding.folder, settings)
+            holding = _with_drawn(holding, settings, draw)
         holdings.append(holding)
     if settings.training_corpus:
         path = paths.DATA / "training" / f"{settings.training_corpus}.yaml"
@@ -226,17 +226,13 @@ def _look_for_list(name: str | None, data_root: Path | None) -> Holding:
     return Holding(name, None, data_root, len(clips), found)
 
 
-def _drawn(name: str, videos: Sequence[Clip], settings: ClipSettings) -> list[Clip]:
-    """A suite's clips of all sample seeds, each once: those of its frozen lists, else drawn."""
-    by_id = {clip.clip_id: clip for clip in videos}
+def _drawn(path: Path, videos: Sequence[Clip], folder: Path, settings: ClipSettings) -> list[Clip]:
+    """A suite's clips of all sample seeds, each once, as the clips stage chooses them."""
+    suite = load_suite(path)
     chosen: dict[str, Clip] = {}
     for seed in settings.sample_seeds:
-        path, wanted = frozen.list_path(settings, name, seed), settings.clips_per_suite_all
-        if path is not None and path.is_file():
-            ids = [one.clip_id for one in frozen.read_frozen(path)[:wanted]]
-        else:
-            ids = [clip.clip_id for clip in draw_clips(videos, name, seed, wanted)]
-        chosen |= {clip_id: by_id[clip_id] for clip_id in ids if clip_id in by_id}
+        clips, _ = frozen.chosen_clips(settings, suite, seed, videos, folder)
+        chosen |= {clip.clip_id: clip for clip in clips}
     return list(chosen.values())
 
 

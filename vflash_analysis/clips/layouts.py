@@ -291,7 +291,15 @@ def write_layout(suite: Suite, data_root: Path, clips: Sequence[Clip]) -> Made:
 
     Returns:
         The pocket clip by the id that `suite_videos` gives it.
+
+    Raises:
+        InputError: no layout is written for this adapter.
     """
+    if suite.adapter not in LAYOUTS:
+        raise InputError(
+            f"{suite.name}: adapter: found {suite.adapter!r}, allowed in a rehearsal: "
+            f"{', '.join(LAYOUTS)}"
+        )
     return LAYOUTS[suite.adapter](suite, data_root / suite.hub_id, clips)
 
 

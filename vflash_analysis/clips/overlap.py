@@ -38,20 +38,29 @@ _WITHIN = re.compile(
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{1,4}$")  # not the dot of a bound, as in 8.7
 
 
+def video_id(path: str | os.PathLike[str]) -> str | None:
+    """The YouTube or Charades id in a file's name, in lower case; None where there is none.
+
+    Capitals and small letters together, or the prefix, tell a YouTube id from a word of eleven
+    letters, capitals alone a Charades id.
+    """
+    match = _WITHIN.fullmatch(_EXTENSION.sub("", PurePath(path).name))
+    if match is None:
+        return None
+    name: str = match["charades"] or match["youtube"]
+    mixed = name != name.lower() and name != name.upper()
+    return name.lower() if match["charades"] or match["prefix"] or mixed else None
+
+
 def source_id(path: str | os.PathLike[str]) -> str | None:
     """The name of a video in its source, from its file's name; None for a name that says nothing.
 
-    The file's name less its extension, in lower case. Where it is a YouTube or Charades id with a
-    prefix or bounds around it, the id alone; capitals and small letters together, or the prefix,
-    tell a YouTube id from a word of eleven letters, capitals alone a Charades id.
+    `video_id`, else the file's name less its extension, in lower case.
     """
+    known = video_id(path)
+    if known is not None:
+        return known
     stem = _EXTENSION.sub("", PurePath(path).name)
-    match = _WITHIN.fullmatch(stem)
-    if match:
-        name = match["charades"] or match["youtube"]
-        mixed = name != name.lower() and name != name.upper()
-        if match["charades"] or match["prefix"] or mixed:
-            return name.lower()
     least = SHORTEST_NUMBER if stem.isdigit() else SHORTEST_NAME
     return stem.lower() if len(stem) >= least else None
 
@@ -102,9 +111,15 @@ class Evaluated:
 
 
 def check_disjoint(training: Sequence[Clip], evaluated: Evaluated) -> None:
-    """Raise InputError for the first training clip that is an overlap."""
+    """Raise InputError for the first training clip that is an overlap.
+
+    Of names only a YouTube or Charades id counts here: two people call their videos video_001.
+    """
     for clip in training:
-        found = evaluated.same_name(clip) or evaluated.same_file(clip)
+        found = evaluated.same_name(clip)
+        if found and found.reason == "same_source" and video_id(clip.path) is None:
+            found = None
+        found = found or evaluated.same_file(clip)
         if found is None:
             continue
         other, shared = found.evaluation, {

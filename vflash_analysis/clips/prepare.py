@@ -68,39 +68,25 @@ def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[
     their files is the one named; and `left_out.csv`, training clips that are videos of a suite.
     """
     described = suites.load_suites(paths.DATA / "suites")
-    videos: dict[str, dict[str, Clip]] = {}
+    videos: dict[str, list[Clip]] = {}
     for benchmark in settings.benchmarks:
         if benchmark not in described:
             raise InputError(f"clips.benchmarks: {benchmark} has no file in data/suites")
-        every = suites.suite_videos(described[benchmark], data_root)
-        videos[benchmark] = {clip.clip_id: clip for clip in every}
+        videos[benchmark] = suites.suite_videos(described[benchmark], data_root)
     drawn: dict[str, list[Clip]] = {}
     for benchmark, seed in itertools.product(settings.benchmarks, settings.sample_seeds):
-        path = frozen.list_path(settings, benchmark, seed)
-        if path is not None and path.is_file():
-            place = suites.find_dataset(described[benchmark], data_root)
-            listed = _first(frozen.read_frozen(path), path, settings.clips_per_suite_all)
-            clips = frozen.replayed(listed, path, videos[benchmark], place)
+        suite, every = described[benchmark], videos[benchmark]
+        place = suites.find_dataset(suite, data_root)
+        clips, path = frozen.chosen_clips(settings, suite, seed, every, place)
+        if path is not None:
             write_text_atomic(folder / f"frozen-{path.name}", path.read_text(encoding="utf-8"))
             print(f"{benchmark}, seed {seed}: replays {paths.relative_to_root(path)}")
-        else:
-            every = list(videos[benchmark].values())
-            clips = suites.draw_clips(every, benchmark, seed, settings.clips_per_suite_all)
         drawn[_suite_key(benchmark, seed)] = clips
     _verify(_each_once([clip for clips in drawn.values() for clip in clips]), settings, folder)
-    every_video = [clip for of_suite in videos.values() for clip in of_suite.values()]
+    every_video = [clip for of_suite in videos.values() for clip in of_suite]
     learnt = corpora.training_clips(settings, data_root, Evaluated(every_video))
     _report_left_out(learnt.left_out, folder / "left_out.csv")
     return {"training": learnt.training, "validation": learnt.validation, **drawn}
-
-
-def _first(listed: list[frozen.FrozenClip], path: Path, n_clips: int) -> list[frozen.FrozenClip]:
-    if len(listed) < n_clips:
-        raise InputError(
-            f"clips.clips_per_suite_all: found {n_clips}, allowed: at most the {len(listed)} of "
-            f"{paths.relative_to_root(path)}"
-        )
-    return listed[:n_clips]
 
 
 def _verify(clips: list[Clip], settings: ClipSettings, folder: Path) -> None:

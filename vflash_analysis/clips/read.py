@@ -250,7 +250,8 @@ class FrameReader:
         said = "; ".join(f"{backend}: {message}" for backend, _, message in failures)
         reasons = [reason for _, reason, _ in failures if reason != "no_reader"]
         if not reasons:
-            raise InputError(f"no video reader: {said}; {_INSTALL_HINT}")
+            hint = _INSTALL_HINT if frames_per_s is None else "install pillow"
+            raise InputError(f"no reader of clips: {said}; {hint}")
         raise ClipError(path, reasons[-1], said)  # the last one that ran decides
 
 

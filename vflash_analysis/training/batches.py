@@ -257,7 +257,12 @@ def make_batch(
     states, positions, anchor_rows, id_rows, label_rows, supervised_rows = [], [], [], [], [], []
     for b, (item, indices) in enumerate(zip(items, anchors, strict=True)):
         at = indices + item.prompt_tokens
-        end = min(int(at.max()), item.states.shape[0])  # no block of this clip sees more
+        end = int(at.max()) if len(item.states) else 0  # no block of this clip sees more
+        if end > len(item.states) and len(item.states):
+            raise InputError(
+                f"clip {item.clip_id}: found {len(item.states)} rows of states, allowed: {end} or "
+                "more, one for every position before its last anchor"
+            )
         context = torch.arange(end)
         keep = None if kept is None else kept[b]
         if keep is not None:

@@ -153,7 +153,7 @@ class BlockDrafting:
                 self._block_size,
                 self._target.banned_ids if self._options.ban_special_ids else None,
             )
-        self._step.cache.reset()
+        self._step.cache.clear()  # hidden rows have weight 0, but 0 x NaN is NaN
         return self._step.cache
 
     def _forward(self, block_ids: torch.Tensor, position: int) -> torch.Tensor:
