@@ -10,15 +10,15 @@ import pytest
 from vflash_analysis.decoding import language
 from vflash_analysis.decoding.language import Experiment
 from vflash_analysis.records import GENERATIONS, read_records
-from vflash_analysis.results.language import acceptance, gains
+from vflash_analysis.results.language import gains
 from vflash_analysis.stats import Bootstrap
 
 EXPERIMENT = Experiment(
     gguf_file="",
-    training_texts=128,
-    held_out_texts=12,
-    max_new_tokens=48,
-    steps=100,
+    training_texts=160,
+    held_out_texts=20,
+    max_new_tokens=64,
+    steps=125,
     train_seed=0,
 )
 INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", language.PACKAGE))
@@ -61,16 +61,17 @@ def test_every_method_writes_greedy_decodings_text(folder):
     rows = read_records(folder / "decode" / "generations.parquet", GENERATIONS)
     assert (rows["status"] == "ok").all()
     measured = rows[~rows["warmup"]]
-    assert measured.groupby("method").size().to_dict() == dict.fromkeys(language.METHODS, 12)
+    assert measured.groupby("method").size().to_dict() == dict.fromkeys(language.METHODS, 20)
     for _, texts in measured.groupby("clip_id"):
         assert texts["output_sha256"].nunique() == 1
-    assert measured["output_sha256"].nunique() == 12
+    assert measured["output_sha256"].nunique() == 20
 
 
 def test_plain_decoding_takes_no_longer_than_generate(folder):
-    """With a tenth to spare for a busy machine: both read half a gigabyte of weights a token."""
-    table = acceptance(folder, Bootstrap()).set_index("method")["ms_per_token"]
-    assert table["ar"] < 1.1 * table["hf_generate"]
+    """The median text, with a tenth to spare: both read half a gigabyte of weights a token."""
+    rows = read_records(folder / "decode" / "generations.parquet", GENERATIONS)
+    measured = rows[~rows["warmup"]].set_index(["method", "clip_id"])["decode_s"]
+    assert (measured["ar"] / measured["hf_generate"]).median() < 1.1
 
 
 def test_the_drafter_is_right_more_often_than_look_up_and_bigrams(folder):

@@ -254,12 +254,16 @@ F32, Q8_0, UNKNOWN_TYPE = 0, 8, 99
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (gguf_bytes("clip-vision"), "GGUF architecture 'clip-vision', allowed: .*llama"),
+        (
+            gguf_bytes("clip-vision"),
+            r"model\.gguf: GGUF architecture 'clip-vision', allowed: .*llama",
+        ),
         (gguf_bytes("general"), "GGUF architecture 'general', allowed"),
-        (gguf_bytes("llama", UNKNOWN_TYPE), "no GGUF file .*ggml type 99"),
+        (gguf_bytes("llama", UNKNOWN_TYPE), "no readable tensors .*ggml type 99"),
         (gguf_bytes("llama"), r"no whole GGUF file \(its tensors end at \d+\)"),
         (b"PK\x03\x04 a zip file in disguise", "no GGUF file .*magic"),
         (gguf_bytes("llama")[:40], "no GGUF file"),
+        (gguf_bytes("llama")[:-30], "no GGUF file"),
         (b"", "0 bytes, no GGUF file"),
     ],
 )

@@ -88,19 +88,19 @@ def check_gguf(file: Path, dtype: torch.dtype, log: Callable[[str], None] = prin
     """
     if not file.is_file():
         raise InputError(f"{file}: found no file, allowed: a GGUF file or a local folder")
+    size = file.stat().st_size
     try:
         architecture = str(read_gguf_metadata(str(file))[0]["general.architecture"])
-        known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - set(NOT_ARCHITECTURES))
-        if architecture not in known:
-            raise InputError(
-                f"{file}: GGUF architecture {architecture!r}, allowed: {', '.join(known)}"
-            )
+    except (ValueError, IndexError, struct.error) as error:
+        raise InputError(f"{file}: {size} bytes, no GGUF file ({error})") from error
+    known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - set(NOT_ARCHITECTURES))
+    if architecture not in known:
+        raise InputError(f"{file}: GGUF architecture {architecture!r}, allowed: {', '.join(known)}")
+    try:
         header = GgufHeader.from_file(str(file))
         end = header.data_start + max(t.offset + t.nbytes for t in header.tensors)
     except (ValueError, IndexError, struct.error) as error:
-        size = file.stat().st_size
-        raise InputError(f"{file}: {size} bytes, no GGUF file ({error})") from error
-    size = file.stat().st_size
+        raise InputError(f"{file}: {size} bytes, no readable tensors ({error})") from error
     if end > size:
         raise InputError(f"{file}: {size} bytes, no whole GGUF file (its tensors end at {end})")
     if not is_gguf_available():
