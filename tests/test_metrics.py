@@ -354,12 +354,13 @@ def test_formulas_have_no_value_over_zero():
     ],
 )
 def test_cases_113_123_159_different_experiments_are_not_pooled(column, other):
+    changed = {column: other, "sample_seed": 1}  # one shard may mix readers, two may not
     rows = usable(
         generations(
             decode("ar", "a", 5, 4, 1.0),
-            decode("ar", "b", 5, 4, 1.0, **{column: other}),
+            decode("ar", "b", 5, 4, 1.0, **changed),
             decode("chain", "a", 5, 2, 0.5),
-            decode("chain", "b", 5, 2, 0.5, **{column: other}),
+            decode("chain", "b", 5, 2, 0.5, **changed),
         )
     )
     ar, chain = rows.loc[rows["method"] == "ar"], rows.loc[rows["method"] == "chain"]
@@ -371,6 +372,17 @@ def test_cases_113_123_159_different_experiments_are_not_pooled(column, other):
     ):
         with pytest.raises(InputError, match=f"'{column}' has 2 values in one pool"):
             attempt()
+
+
+def test_a_clip_that_the_other_reader_had_to_open_stays_in_the_pool():
+    """And so does a folder of images; but a shard that another reader read does not."""
+    readers = ["decord 0.6.0", "decord 0.6.0", "pyav 14.0", "frames 12.0"]
+    frame = pd.DataFrame({"reader": readers, "benchmark": "VDC", "sample_seed": 0})
+    assert metrics.kinds(frame, "reader").tolist() == ["decord 0.6.0"] * 3
+    refuse_mixed(frame)
+    other = pd.concat([frame, frame.iloc[[2]].assign(sample_seed=1)])
+    with pytest.raises(InputError, match=r"'reader' has 2 values .*'decord 0.6.0', 'pyav 14.0'"):
+        refuse_mixed(other)
 
 
 def test_anchors_of_two_targets_are_not_pooled():

@@ -77,9 +77,8 @@ def kinds(frame: pd.DataFrame, column: str) -> pd.Series:
     shard = [name for name in ("benchmark", "sample_seed") if name in frame.columns]
     if column != "reader" or len(shard) < 2:
         return values
-    videos = values[~values.str.startswith("frames ")]
-    by = [frame.loc[videos.index, name] for name in shard]
-    return videos.groupby(by).transform(lambda found: found.mode().iloc[0])
+    videos = frame[shard].assign(kind=values)[~values.str.startswith("frames ")]
+    return videos.groupby(shard)["kind"].transform(lambda found: found.mode().iloc[0])
 
 
 def refuse_mixed(frame: pd.DataFrame, columns: Sequence[str] = KIND_COLUMNS) -> None:

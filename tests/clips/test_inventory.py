@@ -74,10 +74,23 @@ def test_missing_drawn_videos_are_a_gap_under_skip_and_a_fault_under_fail_or_whe
 
 
 def test_drawn_clips_are_those_of_a_frozen_list(data):
-    path = frozen.list_path(SETTINGS, "LVB", 0)
-    one = frozen.FrozenClip("Long_vid-00", "videos/Long_vid-00.mp4", 1, "0" * 64, "0" * 64)
+    settings = dataclasses.replace(
+        SETTINGS, sample_seeds=(0,), clips_per_suite=1, clips_per_suite_all=1
+    )
+    path = frozen.list_path(settings, "LVB", 0)
+    videos = suite_videos(load_suite(paths.DATA / "suites" / "LVB.yaml"), data)
+    last = draw_clips(videos, "LVB", 0, len(videos))[-1]  # which no draw of one clip would take
+    prompt = frozen.prompt_sha256(last.prompt)
+    file = f"videos/{Path(last.path).name}"
+    one = frozen.FrozenClip(last.clip_id, file, 1, "0" * 64, prompt)
     hub.put(path, one.line().encode())
-    assert stock(data, sample_seeds=(0,))["LVB"].drawn == 1
+    Path(last.path).unlink()
+    (holding,) = [h for h in inventory.take_stock(settings, data) if h.name == "LVB"]
+    assert (holding.drawn, holding.drawn_found) == (1, 0)
+    wrong = dataclasses.replace(one, prompt_sha256="0" * 64)
+    hub.put(path, wrong.line().encode())
+    (holding,) = [h for h in inventory.take_stock(settings, data) if h.name == "LVB"]
+    assert len(holding.faults) == 1 and "prompt_sha256: found" in holding.faults[0]
 
 
 def test_absent_and_gated_datasets_are_named_where_they_were_sought(data):

@@ -15,6 +15,7 @@ from vflash_analysis.clips.overlap import (
     Evaluated,
     check_disjoint,
     source_id,
+    video_id,
     without_overlaps,
 )
 from vflash_analysis.errors import InputError
@@ -98,14 +99,26 @@ def test_114_files_that_are_not_there_are_compared_by_name_only(tmp_path: Path) 
     check_disjoint(listed(tmp_path / "t", "training", {"t2": "one"}), Evaluated([absent]))
     with pytest.raises(InputError, match="e1"):
         check_disjoint([replace(absent, clip_id="e1")], Evaluated(evaluation))
+    named = replace(absent, path=str(tmp_path / "v_JspVuT6rsLA.mp4"))
     with pytest.raises(InputError, match="one source video"):
-        check_disjoint([replace(absent, clip_id="t2")], Evaluated([absent]))
+        check_disjoint([replace(named, clip_id="t2")], Evaluated([named]))
+
+
+def test_a_list_made_by_hand_may_call_its_video_as_a_suite_does(tmp_path: Path) -> None:
+    """video_10009 of one's own is not CLEVRER's; a corpus, which may hold that one, loses it."""
+    evaluation = listed(tmp_path / "eval", "test", {"video_10009": "one"})
+    mine = listed(tmp_path / "mine", "training", {"video_10009": "two"})[0]
+    mine = replace(mine, clip_id="mine")
+    check_disjoint([mine], Evaluated(evaluation))
+    taken, left_out = without_overlaps([mine], Evaluated(evaluation), 1)
+    assert not taken and [one.reason for one in left_out] == ["same_source"]
+    assert video_id("a/EDXBD_0.0_3.0.mp4") == "edxbd" and video_id("a/video_10009.mp4") is None
 
 
 def test_generated_clips_are_not_compared_by_the_name_of_a_source(tmp_path: Path) -> None:
-    evaluation = listed(tmp_path / "eval", "test", {"scene-0001": "one"})
+    evaluation = listed(tmp_path / "eval", "test", {"v_JspVuT6rsLA": "one"})
     same_name = replace(
-        listed(tmp_path / "train", "training", {"scene-0001": "two"})[0], clip_id="other"
+        listed(tmp_path / "train", "training", {"v_JspVuT6rsLA": "two"})[0], clip_id="other"
     )
     check_disjoint([same_name], Evaluated(evaluation, by_source=False))
     with pytest.raises(InputError, match="one source video"):

@@ -289,7 +289,7 @@ def test_035_a_broken_install_is_not_a_bad_clip(
 
 def test_035_without_any_reader_the_run_stops(clip: Path, hide: Callable[..., None]) -> None:
     hide("decord", "av")
-    with FrameReader(60) as reader, pytest.raises(InputError, match="no video reader"):
+    with FrameReader(60) as reader, pytest.raises(InputError, match="no reader of clips"):
         reader.read(clip, 8)
 
 

@@ -142,7 +142,10 @@ def test_tracked_rows_may_stand_beside_a_run_of_the_tracked_settings_only(
 @pytest.mark.parametrize("column", ["target", "target_revision", "reader", "template_sha256"])
 def test_two_targets_readers_or_templates_are_not_one_group(column):
     took = {"new_tokens": 3, "verify_calls": 2, "decode_s": 0.1}
-    rows = [generation_row("ar", kind, **{column: kind}, **took) for kind in ("t", "other")]
+    rows = [
+        generation_row("ar", kind, **{column: kind, "sample_seed": seed}, **took)
+        for seed, kind in enumerate(("t", "other"))
+    ]
     with pytest.raises(InputError, match=rf"'{column}' has 2 values .*\['other', 't'\]"):
         list(decode_groups(records_of(pd.DataFrame(rows))))
 
