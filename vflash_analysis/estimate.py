@@ -8,7 +8,8 @@ Hours rest on two shares of the device's peak, both stated in the table's captio
     an autoregressive step = bytes read / (BANDWIDTH_SHARE x bandwidth)
     everything else        = operations / (COMPUTE_SHARE x peak operations)
 
-Every method is counted as slow as autoregressive decoding, so decoding's hours are a ceiling.
+Every method is counted as slow as autoregressive decoding. Left out: warm-ups, reading of frames, and
+the judging of near ties.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 from vflash_analysis import config, sizes
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.results.published import DeviceFacts, device_facts
+from vflash_analysis.schemas import COMPARISON_METHODS
 from vflash_analysis.sizes import DrafterShape, TargetShape, Work
 
 TEXT_TOKENS = 30  # of a prompt beside its video: the page's 25,119 less 128 x 196 + 1
 VERIFY_ROWS = 61  # the anchor and 60 tree nodes
+WITH_DRAFTER = ("chain", "tree60", "hf_dflash")  # methods that run once per drafter
+LOGITS_COPIES = 5  # that live at the loss's peak, see `sizes.LOGITS_BYTES`
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # The page's 10.6 to 11.1 ms a token on one H100 against the 4.65 ms that reading takes there.
 BANDWIDTH_SHARE = 0.43
@@ -82,25 +86,34 @@ def target_shape(profile: Profile) -> TargetShape | None:
 def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     """Bytes by part while a clip is decoded; their sum is the most at any time.
 
-    The last part is what prefill or vision needs for itself, whichever is more: they follow one
-    another and are over before decoding.
+    Every block method keeps a drafter cache of its own from one text to the next. The last part is
+    the most that one of these needs for itself, as they follow one another: our vision chunks, our
+    prefill, and Hugging Face's own loop where it is asked for, which encodes all frames at once,
+    runs whole MLPs and has a second cache.
     """
     rows = own.prompt_tokens + profile.decode.max_new_tokens
-    frames, item = profile.clips.num_frames, own.itemsize
+    frames, item, target = profile.clips.num_frames, own.itemsize, own.target
     drafters = len(config.main_drafters(profile))
+    named = [method.partition(":")[0] for method in profile.decode.methods]
+    block_methods = sum(name in WITH_DRAFTER and name not in COMPARISON_METHODS for name in named)
+    passing = [
+        sizes.prefill_bytes(target, own.prompt_tokens, item),
+        sizes.vision_bytes(target, frames, item),
+    ]
+    if set(named) & set(COMPARISON_METHODS):
+        prefill = sizes.prefill_bytes(target, own.prompt_tokens, item, own.prompt_tokens)
+        passing.append(sizes.kv_bytes(target, rows, item) + prefill)
+        passing.append(sizes.vision_bytes(target, frames, item, frames))
     return {
-        "weights": own.target.parameters * item,
-        "KV cache": sizes.kv_bytes(own.target, rows + VERIFY_ROWS, item),
+        "weights": target.parameters * item,
+        "KV cache": sizes.kv_bytes(target, rows + VERIFY_ROWS, item),
         "tapped states": sizes.tap_bytes(own.drafter, own.prompt_tokens, item),
         f"drafters ({drafters})": drafters * own.drafter.parameters * item,
-        "drafter's KV cache": sizes.drafter_kv_bytes(
-            own.drafter, rows + own.drafter.block_size, item
-        ),
-        "pixels": sizes.pixel_bytes(own.target, frames, item),
-        "prefill or a vision chunk": max(
-            sizes.prefill_bytes(own.target, own.prompt_tokens, item),
-            sizes.vision_bytes(own.target, frames, item),
-        ),
+        "drafters' KV caches": drafters
+        * block_methods
+        * sizes.drafter_kv_bytes(own.drafter, rows + own.drafter.block_size, item),
+        "pixels": sizes.pixel_bytes(target, frames, item),
+        "prefill, vision or generate": max(passing),
     }
 
 
@@ -120,7 +133,9 @@ def training_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     recomputed += sizes.pixel_bytes(own.target, frames, item)
     recomputed += sizes.tap_bytes(own.drafter, rows, item)
     anchors, keep = settings.anchors_per_clip, not settings.activation_checkpointing
-    saved = sizes.saved_bytes(own.drafter, rows, anchors, 2, keep)
+    slots = anchors * (own.drafter.block_size - 1)
+    logits = min(sizes.LOGITS_BYTES, slots * own.target.vocab_size * 4)
+    saved = sizes.saved_bytes(own.drafter, rows, anchors, 2, keep) + LOGITS_COPIES * logits
     if profile.continuations.states == "stored":
         recomputed = 0
     return {
@@ -162,16 +177,17 @@ def _states(profile: Profile, own: Sizes) -> Work:
 def drafter_step_work(profile: Profile, own: Sizes, arm: str) -> Work:
     """A training step's operations in the drafter.
 
-    A block's forward and gradient count three forwards; a revealed state the same again and, on
-    average over R = 1..max rounds, (max - 1) / 2 forwards without gradient. The context is
-    projected once, with gradient.
+    A block's forward and gradient count three forwards, four where activations are made again; a
+    revealed state the same again and, on average over R = 1..max rounds, (max - 1) / 2 forwards
+    without gradient. The context is projected once, with gradient.
     """
     settings = config.arm_settings(profile.training, DrafterKey(arm, 0, 1, 1))
     block = sizes.draft_work(own.drafter, own.prompt_tokens, 0, own.itemsize)
     context = sizes.context_work(own.drafter, own.prompt_tokens, own.itemsize)
-    passes = 3.0
+    with_gradient = 4.0 if settings.activation_checkpointing else 3.0
+    passes = with_gradient
     if settings.objective != "mask_only":
-        passes += 3.0 + (settings.max_reveal_rounds - 1) / 2
+        passes += with_gradient + (settings.max_reveal_rounds - 1) / 2
     blocks = settings.clips_per_step * settings.anchors_per_clip
     flops = blocks * passes * block.flops + 3.0 * settings.clips_per_step * context.flops
     return Work(0.0, flops)
@@ -228,8 +244,8 @@ def estimate_stages(
     texts = 0
     for method in decode.methods:
         name = method.partition(":")[0]
-        each = few if name in ("hf_generate", "hf_dflash", "lookup") else clips.clips_per_suite
-        with_drafter = name in ("chain", "tree60", "hf_dflash")
+        each = few if name in (*COMPARISON_METHODS, "lookup") else clips.clips_per_suite
+        with_drafter = name in WITH_DRAFTER
         texts += each * (len(config.main_drafters(profile)) if with_drafter else 1)
     decoded_s = texts * decode.max_new_tokens * _step_s(own, gpu, decode.max_new_tokens)
     decode_s = shards * (clips.clips_per_suite * prefill_s + decoded_s * decode.repeats)
@@ -247,9 +263,12 @@ def estimate_stages(
 
 
 def memory(profile: Profile, own: Sizes) -> dict[str, dict[str, int]]:
-    """Bytes by part, by stage; the other stages on the device take less than `decode`."""
+    """Bytes by part, by stage; the other stages on the device take less than `decode`.
+
+    Training is told of on CUDA alone: the formula is that of bfloat16 and a clip at a time.
+    """
     parts = {"decode": decode_memory(profile, own)}
-    if profile.drafter.source is None:
+    if profile.drafter.source is None and profile.target.device == "cuda":
         parts["drafter"] = training_memory(profile, own)
     return parts
 

@@ -21,6 +21,10 @@ from vflash_analysis.records import read_json
 
 FRAMES_PER_CHUNK = 16  # frames of one pass through the vision tower
 LONG_PROMPT = 4096  # rows; a longer prompt's MLPs run on so many at a time
+LOGITS_BYTES = 2**28
+"""Of one copy of the logits that training scores at a time; some five such copies live at its peak
+(logits, their softmax, the allowed ones, temporaries). 441 rows of a 152,128-token vocabulary in
+fp32, enough to keep the head's product busy; every row of a small vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +284,7 @@ def saved_bytes(drafter: DrafterShape, rows: int, blocks: int, passes: int, keep
     Of the context: the states, the projected rows in fp32 and rounded, and each layer's keys and
     values, before and after norm and rotation. Of the blocks: every layer's input; and if all
     activations are kept (`keep`, no activation checkpointing) also those inside the layers and
-    their weights, rounded anew in each pass. `tests/model/test_paper_size.py` counts them exactly.
+    their weights, rounded anew in each pass. The logits of the loss come on top. `tests/model/test_paper_size.py` counts them exactly.
 
     Args:
         rows: context positions.
@@ -299,8 +303,10 @@ def saved_bytes(drafter: DrafterShape, rows: int, blocks: int, passes: int, keep
     return context + 2 * drafter.projector_parameters + inputs + kept
 
 
-def vision_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
-    """Most bytes that encoding a clip holds beyond weights and pixels.
+def vision_bytes(
+    shape: TargetShape, frames: int, itemsize: int, at_once: int = FRAMES_PER_CHUNK
+) -> int:
+    """Most bytes that encoding a clip, `at_once` frames a pass, holds beyond weights and pixels.
 
     Over a chunk of frames, what every layer gave (Hugging Face keeps it) and the more of two: in
     the last layer's MLP its norm and the wide states before and after the activation, in the
@@ -309,7 +315,7 @@ def vision_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
     vision = shape.vision
     if vision is None:
         return 0
-    chunk = min(frames, FRAMES_PER_CHUNK)
+    chunk = min(frames, at_once)
     mlp = vision.hidden_size + 2 * vision.intermediate_size
     widths = (vision.num_layers + 1) * vision.hidden_size + max(mlp, 3 * shape.hidden_size)
     earlier = (frames // chunk - 1) * chunk * vision.tokens_per_frame * shape.hidden_size
@@ -321,17 +327,18 @@ def pixel_bytes(shape: TargetShape, frames: int, itemsize: int) -> int:
     return 0 if shape.vision is None else 3 * frames * shape.vision.image_size**2 * itemsize
 
 
-def prefill_bytes(shape: TargetShape, rows: int, itemsize: int) -> int:
+def prefill_bytes(shape: TargetShape, rows: int, itemsize: int, mlp_rows: int | None = None) -> int:
     """Most bytes that a prefill of `rows` positions holds beyond weights, cache and taps.
 
     The more of two places in a decoder layer. Around its MLP: embedded inputs, the layer's input,
-    the residual and its norm; inside it gate, up and their product, of `LONG_PROMPT` rows at a time,
-    beside the outputs of earlier ones. In its attention: those four, queries before and after
+    the residual and its norm; inside it gate, up and their product, of `mlp_rows` rows at a time
+    (None: `LONG_PROMPT`), beside the outputs of earlier ones. In its attention: those four, queries before and after
     rotation and the output, keys and values.
     """
     hidden, keys = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
-    inner = min(rows, LONG_PROMPT) * 3 * shape.intermediate_size
-    around = rows * hidden * (5 if rows > LONG_PROMPT else 4)
+    at_once = LONG_PROMPT if mlp_rows is None else mlp_rows
+    inner = min(rows, at_once) * 3 * shape.intermediate_size
+    around = rows * hidden * (5 if rows > at_once else 4)
     return max(around + inner, rows * (7 * hidden + 3 * keys)) * itemsize
 
 

@@ -82,12 +82,16 @@ def logits_after(
         (V,) float64 copies of the logits as the target's precision gave them.
     """
     cache.truncate(prompt_tokens)
+    step = None if target.compiled is None else target.compiled.step(cache, rows, ())
     filled = [*prefix, *[prefix[-1]] * (-len(prefix) % rows)]
     ids = torch.tensor(filled, device=target.device)
     positions = torch.arange(len(filled), device=target.device) + prompt_tokens
     for begin in range(0, len(filled), rows):
         part = slice(begin, begin + rows)
-        forward = target.forward(ids[part], positions[part], cache)
+        if step is None:
+            forward = target.forward(ids[part], positions[part], cache)
+        else:  # its passes round as they do, not as uncompiled ones
+            forward = step(ids[part], positions[part], None)
     logits = forward.logits[(len(prefix) - 1) % rows].double()
     cache.truncate(prompt_tokens)
     return logits

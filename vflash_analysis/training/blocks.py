@@ -17,12 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from vflash_analysis.model.drafter import visible_context
 from vflash_analysis.model.target import Target
+from vflash_analysis.sizes import LOGITS_BYTES
 from vflash_analysis.training.batches import FlowBatch
-
-LOGITS_BYTES = 2**28
-"""Of one copy of the logits that `score_slots` makes at a time; some five such copies live at its
-peak (logits, their softmax, the allowed ones, temporaries). 441 rows of a 152,064-token vocabulary
-in fp32, enough to keep the head's product busy; every row of a small vocabulary."""
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ class BlockDrafting:
             timer.start()  # compiling is no part of decoding
         else:
             capacity = len(positions) + prompt.max_new_tokens + self._block_size
+            self._cache = None  # frees the last text's first
             cache = drafter_cache(self._drafter, capacity)
         self._cache, self._pending = cache, None
         self._drafter.append_context(tapped[None], positions[None], cache)
