@@ -1,5 +1,5 @@
 # make reproduce   every pocket table and figure on two CPU cores (figures/latest)
-# make smoke       every notebook at its smallest size, a few minutes
+# make smoke       every notebook of a run at its smallest size, a few minutes
 # make figures     redraw the tracked figures from the tracked records; installs no torch
 # make test        the fast tests    make test-all  also the slow ones
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git

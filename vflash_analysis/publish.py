@@ -21,7 +21,7 @@ import pandas as pd
 from vflash_analysis import paths, records, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, TRAINING
-from vflash_analysis.results.claims import readme_parts, write_claims
+from vflash_analysis.results.claims import check_readme, write_claims
 from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.report import build_results
@@ -243,7 +243,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         reason = records.why_not_done(shard.folder)  # every byte, as it will be tracked
         if reason:
             raise InputError(f"publish: {reason}; remove that folder and run again")
-    readme_parts(README)
+    check_readme(README)
     found = with_tracked(records_of(taken), waiting)
     frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
     frames["cycles"] = slim(frames["generations"], frames["cycles"])

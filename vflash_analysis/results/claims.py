@@ -14,7 +14,10 @@ from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import BENCHMARK_ORDER, MISSING, label
 from vflash_analysis.results.write import NO_VALUE, cell_text, value_text
 
-START, END = "<!-- claims: written by `make publish` -->", "<!-- end of claims -->"
+
+def block(name: str) -> tuple[str, str]:
+    """The README's lines before and after the block of a name."""
+    return f"<!-- {name}: written by `make publish` -->", f"<!-- end of {name} -->"
 
 
 def _row(name: str, rows: pd.DataFrame) -> str:
@@ -30,8 +33,55 @@ def _gate_lines(gates: pd.DataFrame) -> list[str]:
     return lines
 
 
-def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
-    """Markdown of T1's speed-ups beside the published ones, with device, n and the checks.
+def _measured(frame: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Our rows of T1, and of these the speed-ups of chain and Tree-60.
+
+    Raises:
+        InputError: there is no such speed-up, or those of several devices.
+    """
+    published = frame["device"].str.endswith("(as published)")
+    ours = frame.loc[~published & (frame["status"] != MISSING)]
+    speed = ours.loc[(ours["quantity"] == "decode_speedup") & ours["method"].isin(VFLASH_METHODS)]
+    devices = set(speed["device"])
+    if len(devices) != 1:
+        raise InputError(f"claims: found speed-ups of {len(devices)} devices, one is needed")
+    return ours, speed
+
+
+def claims(frame: pd.DataFrame) -> str:
+    """Markdown of T1's speed-ups beside the published ones, with device and n.
+
+    Args:
+        frame: T1's tidy frame, of decodes on one device.
+
+    Raises:
+        InputError: it holds no speed-up of ours, or those of several devices.
+    """
+    _, speed = _measured(frame)
+    lines = [
+        f"| | {' | '.join(BENCHMARK_ORDER)} |",
+        "|---" * (1 + len(BENCHMARK_ORDER)) + "|",
+    ]
+    for method in VFLASH_METHODS[::-1]:
+        for arm in (FLOW_ARM, BASE_ARM):
+            own = speed.loc[(speed["method"] == method) & (speed["objective"] == arm)]
+            if not own.empty:
+                lines.append(_row(f"pocket, {label(method)}, {label(arm)}", own))
+    page = frame.loc[(frame["device"] == PAGE_DEVICE) & (frame["quantity"] == "decode_speedup")]
+    for method in VFLASH_METHODS[::-1]:
+        own = page.loc[page["method"] == method]
+        lines.append(_row(f"LLaVA-OneVision-7B, {label(method)}, as published on one H100", own))
+    per_suite = sorted(set(speed.loc[speed["benchmark"] != "macro", "n"].astype(int)))
+    total = int(speed.loc[speed["benchmark"] == "macro", "n"].max())
+    told = (
+        f"Pocket rows: {speed['device'].iloc[0]}, n = {' to '.join(map(str, per_suite))} clips a "
+        f"suite, {total} in all; brackets are 95 % bootstrap intervals over videos."
+    )
+    return "\n".join([*lines, "", told])
+
+
+def checks(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
+    """Markdown of what shows that the claims mean anything: the baseline's times and the gates.
 
     Args:
         frame: T1's tidy frame, of decodes on one device.
@@ -39,45 +89,15 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
             gate, value, allowed, n, passed.
 
     Raises:
-        InputError: it holds no speed-up of ours, or those of several devices.
+        InputError: the frame holds no speed-up of ours, or those of several devices.
     """
-    published = frame["device"].str.endswith("(as published)")
-    ours = frame.loc[~published & (frame["status"] != MISSING)]
-    speed = ours.loc[(ours["quantity"] == "decode_speedup") & ours["method"].isin(VFLASH_METHODS)]
-    devices = sorted(set(speed["device"]))
-    if len(devices) != 1:
-        raise InputError(f"claims: found speed-ups of {len(devices)} devices, one is needed")
+    ours, _ = _measured(frame)
     macro = {
         (row["quantity"], row["method"], row["objective"]): float(row["value"])
         for _, row in ours.loc[ours["benchmark"] == "macro"].iterrows()
     }
-    lines = [
-        f"| | {' | '.join(BENCHMARK_ORDER)} |",
-        "|---" * (1 + len(BENCHMARK_ORDER)) + "|",
-    ]
-    checks = []
-    for method in VFLASH_METHODS[::-1]:
-        for arm in (FLOW_ARM, BASE_ARM):
-            own = speed.loc[(speed["method"] == method) & (speed["objective"] == arm)]
-            if own.empty:
-                continue
-            lines.append(_row(f"pocket, {label(method)}, {label(arm)}", own))
-            value, predicted = (
-                macro[quantity, method, arm] for quantity in ("decode_speedup", "predicted_speedup")
-            )
-            if arm == FLOW_ARM:
-                checks.append(f"{100 * value / predicted:.0f} % ({label(method)})")
-    page = frame.loc[(frame["device"] == PAGE_DEVICE) & (frame["quantity"] == "decode_speedup")]
-    for method in VFLASH_METHODS[::-1]:
-        own = page.loc[page["method"] == method]
-        lines.append(_row(f"LLaVA-OneVision-7B, {label(method)}, as published on one H100", own))
-    per_suite = sorted(set(speed.loc[speed["benchmark"] != "macro", "n"].astype(int)))
-    total = int(speed.loc[speed["benchmark"] == "macro", "n"].max())
-    ar = macro["ar_ms_per_token", "ar", ""]
     told = (
-        f"Pocket rows: {devices[0]}, n = {' to '.join(map(str, per_suite))} clips a suite, {total} "
-        f"in all; brackets are 95 % bootstrap intervals over videos. Autoregressive decoding takes "
-        f"{ar:.2f} ms a token (macro)"
+        f"Autoregressive decoding takes {macro['ar_ms_per_token', 'ar', '']:.2f} ms a token (macro)"
     )
     for quantity, method, arm, words in (
         ("ar_vs_generate", "ar", "", "Hugging Face's `generate` takes {} as long as it"),
@@ -87,25 +107,40 @@ def claims(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
         if (quantity, method, arm) in macro:
             factor = value_text(macro[quantity, method, arm], "x")
             told += "; " + words.format(factor)
-    told += f". Measured speed-up over the predicted one: {', '.join(checks)}."
-    return "\n".join([*lines, "", told, "", *_gate_lines(gates)])
+    shares = [
+        f"{100 * macro['decode_speedup', method, FLOW_ARM] / predicted:.0f} % ({label(method)})"
+        for method in VFLASH_METHODS[::-1]
+        if (predicted := macro.get(("predicted_speedup", method, FLOW_ARM)))
+    ]
+    told += f". Measured speed-up over the predicted one: {', '.join(shares)}."
+    return "\n".join([told, "", *_gate_lines(gates)])
 
 
-def readme_parts(readme: Path) -> tuple[str, str]:
-    """What stands before START and after END in the README.
+def readme_blocks(frame: pd.DataFrame, gates: pd.DataFrame) -> dict[str, str]:
+    """What the README's blocks say, by their names; errors as in `claims`."""
+    return {"claims": claims(frame), "checks": checks(frame, gates)}
+
+
+def check_readme(readme: Path) -> str:
+    """The README's text, whose blocks can be replaced.
 
     Raises:
-        InputError: it lacks one of the two lines.
+        InputError: it lacks a block's first or last line, or has one twice.
     """
-    before, start, rest = readme.read_text(encoding="utf-8").partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise InputError(f"{readme.name}: found no lines {START} and {END}")
-    return before, after
+    text = readme.read_text(encoding="utf-8")
+    for name in ("claims", "checks"):
+        start, end = block(name)
+        if text.count(start) != 1 or end not in text.partition(start)[2]:
+            raise InputError(f"{readme.name}: found no lines {start} and {end} once, in this order")
+    return text
 
 
 def write_claims(readme: Path, frame: pd.DataFrame, gates: pd.DataFrame) -> Path:
-    """Replace what stands between START and END in the README; errors as in `readme_parts`."""
-    before, after = readme_parts(readme)
-    write_text_atomic(readme, f"{before}{START}\n{claims(frame, gates)}\n{END}{after}")
+    """Replace the README's blocks; errors as in `claims` and `check_readme`."""
+    text = check_readme(readme)
+    for name, told in readme_blocks(frame, gates).items():
+        start, end = block(name)
+        before, _, rest = text.partition(start)
+        text = f"{before}{start}\n{told}\n{end}{rest.partition(end)[2]}"
+    write_text_atomic(readme, text)
     return readme
