@@ -1,9 +1,9 @@
 # make reproduce   every pocket table and figure on two CPU cores (figures/latest)
 # make smoke       every notebook of a run at its smallest size, a few minutes
 # make figures     redraw the tracked figures from the tracked records; installs no torch
-# make test        the fast tests    make test-all  also the slow ones
+# make test        the fast tests    make test-all  also the slow ones and Snakemake's
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
-# make test-workflow  the tests that need Snakemake, which it installs into .venv-workflow
+# make test-workflow  the fast ones that need Snakemake, which it installs into .venv-workflow
 # make publish     copy a finished pocket run's records and figures to the tracked places
 # make measure     what forwards cost at SHAPE (7B) on DEVICE (cuda) in DTYPE, into data/measured
 # make smollm2     what notebook 66 needs: a reader of GGUF files and a language model's weights
@@ -62,17 +62,19 @@ smoke: $(FULL)
 test: $(FULL)
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-all: $(FULL)
-	$(BIN)/python -m pytest
-
 # An environment of its own: Snakemake's dependencies stay out of the package's.
 $(WORKFLOW)/.stamp: workflow/requirements.txt
 	[ -x $(WORKFLOW)/bin/python ] || $(PYTHON) -m venv $(WORKFLOW)
 	$(WORKFLOW)/bin/python -m pip install --quiet -r workflow/requirements.txt
 	@touch $@
 
+test-workflow test-all: export PATH := $(abspath $(WORKFLOW))/bin:$(PATH)
+
 test-workflow: $(FULL) $(WORKFLOW)/.stamp
-	PATH="$(abspath $(WORKFLOW))/bin:$$PATH" $(BIN)/python -m pytest tests/test_workflow.py
+	$(BIN)/python -m pytest -m "not slow" tests/test_workflow.py
+
+test-all: $(FULL) $(WORKFLOW)/.stamp
+	$(BIN)/python -m pytest
 
 check: $(FULL)
 	$(BIN)/ruff check .

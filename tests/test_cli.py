@@ -20,9 +20,9 @@ from vflash_analysis import cli, demo, paths, publish, records, runner, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import final_drafters, load_records
-from vflash_analysis.runner import Outcome
 from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import Bootstrap
+from vflash_analysis.summary import Outcome
 
 
 @pytest.fixture

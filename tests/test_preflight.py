@@ -15,6 +15,7 @@ from tests.tiny import save_target, tiny_target
 from vflash_analysis import config, paths, preflight, runner, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.sizes import LLAVA_ONEVISION_7B
+from vflash_analysis.summary import Outcome
 
 H100 = config.load_profile("h100")
 ON_CPU = dataclasses.replace(
@@ -128,7 +129,7 @@ def test_a_run_is_refused_before_its_first_shard(
 
     def run_shard(shard, *_):
         ran.append(shard.name)
-        return runner.Outcome(shard.name, "error", 0.0, "stopped here")
+        return Outcome(shard.name, "error", 0.0, "stopped here")
 
     monkeypatch.setattr(runner, "ask_preflight", ask)
     monkeypatch.setattr(runner, "run_shard", run_shard)

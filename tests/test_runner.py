@@ -21,13 +21,23 @@ import pandas as pd
 import pytest
 
 import vflash_analysis
-from vflash_analysis import config, execute, identity, locks, paths, records, runner, stages
+from vflash_analysis import (
+    config,
+    execute,
+    identity,
+    locks,
+    paths,
+    records,
+    runner,
+    stages,
+    summary,
+)
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import Ending
 from vflash_analysis.locks import LOCK_NAME, TOKEN_VARIABLE, FolderLock
 from vflash_analysis.progress import CountLine, ProgressLine, clock
-from vflash_analysis.runner import Outcome
 from vflash_analysis.stages import Shard
+from vflash_analysis.summary import Outcome, Summary
 
 # --------------------------------------------------------------------------- planted notebooks
 
@@ -805,8 +815,8 @@ def test_a_second_run_does_nothing_and_says_so(runs, monkeypatch):
     ran.clear()
     again = runner.run_plan(shards, "p", stream=io.StringIO())
     assert ran == []
-    assert runner.summary_lines(again, 0.2) == ["nothing to do: all 4 shards are done"]
-    assert runner.summary_json(again, 0.2)["ok"] is True
+    assert summary.summary_lines(again, 0.2) == ["nothing to do: all 4 shards are done"]
+    assert summary.summary_json(again, 0.2)["ok"] is True
 
 
 def test_missing_results_are_named_and_tried_again_when_asked(runs, monkeypatch):
@@ -815,7 +825,7 @@ def test_missing_results_are_named_and_tried_again_when_asked(runs, monkeypatch)
     for shard in shards:
         finish(shard.folder, planned=12, done=11 if shard.name == "b" else 12)
     outcomes = runner.run_plan(shards, "p", stream=io.StringIO())
-    assert runner.summary_lines(outcomes, 0.2) == [
+    assert summary.summary_lines(outcomes, 0.2) == [
         "nothing to do: all 4 shards are done",
         "  b: 11 of 12 units; --retry-failed tries the others again",
     ]
@@ -832,16 +842,21 @@ def test_what_needs_a_failed_shard_is_left_out_and_named(runs, monkeypatch):
     assert {o.shard: o.status for o in outcomes} == {
         "a": "ok", "b": "error", "c": "blocked", "d": "ok",
     }  # fmt: skip
-    lines = runner.summary_lines(outcomes, 3)
+    lines = summary.summary_lines(outcomes, 3)
     assert lines[0] == "2 ok, 1 error, 1 blocked in 0:03"
     assert lines[1:] == ["  b: error: boom (notebook.ipynb)", "  c: blocked: needs b"]
-    assert runner.summary_json(outcomes, 3)["failed"] == {"b": "boom", "c": "needs b"}
-    told = pd.read_csv(runs / "p" / "summary.csv", dtype=str, keep_default_na=False)
+    assert summary.summary_json(outcomes, 3)["failed"] == {"b": "boom", "c": "needs b"}
+    told = Summary("p").read()
     assert told["status"].tolist() == ["ok", "error", "blocked", "ok"]
+    assert told["reason"].tolist() == ["", "boom", "needs b", ""]
     # the failure mended, only what is missing runs
     ran = fake_runs(monkeypatch)
     runner.run_plan(chain_of(runs), "p", stream=io.StringIO())
     assert ran == ["b", "c"]
+    told = Summary("p").read()  # of each shard how it ended when it last ran
+    assert told["shard"].tolist() == ["a", "d", "b", "c"] and set(told["status"]) == {"ok"}
+    runner.run_plan(chain_of(runs), "p", stream=io.StringIO())
+    assert Summary("p").read().equals(told)
 
 
 def test_only_selects_stages_or_shards(runs, monkeypatch):
@@ -853,15 +868,33 @@ def test_only_selects_stages_or_shards(runs, monkeypatch):
 
 
 def test_time_left_comes_from_what_stages_took_before(runs):
-    durations = runner.Durations("p")
-    assert durations.expected(["a"]) == (0, False)
-    durations.note("a", 10)
-    durations.note("b", 30)
-    again = runner.Durations("p")
-    assert again.expected(["a", "b", "a"]) == (10 + 30 + 10, True)
-    assert again.expected(["a", "unknown"]) == (10, False)
-    (runs / "p" / "durations.json").write_text("[]")
-    assert runner.Durations("p").expected(["a"]) == (0, False)
+    told = Summary("p")
+    assert told.expected(["a"]) == (0, False)
+    for outcome in (Outcome("a-0", "ok", 99), Outcome("a-1", "ok", 10), Outcome("a-2", "died", 1)):
+        told.note("a", outcome)
+    told.note("b", Outcome("b", "ok", 30))
+    assert Summary("p").expected(["a", "b", "a"]) == (10 + 30 + 10, True)
+    assert told.expected(["a", "unknown"]) == (10, False)
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", "shard,stage\na,b\n", "\x00\xff", '"'])
+def test_a_damaged_summary_costs_an_estimate_and_nothing_else(runs, damaged):
+    told = Summary("p")
+    told.note("a", Outcome("a", "ok", 10))
+    told.file.write_text(damaged)
+    assert told.expected(["a"]) == (0, False)
+    told.note("a", Outcome("a", "ok", 20))
+    assert told.expected(["a"]) == (20, True)
+
+
+def test_runs_beside_each_other_share_the_summary(runs):
+    def note(number):
+        Summary("p").note("a", Outcome(f"a-{number}", "ok", number, "what, and why"))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(note, range(40)))
+    told = Summary("p").read()
+    assert sorted(told["seconds"]) == list(range(40)) and set(told["reason"]) == {"what, and why"}
 
 
 class Terminal(io.StringIO):
@@ -930,6 +963,6 @@ def test_clock():
 
 
 def test_statuses_are_distinct_and_documented():
-    assert len(set(runner.STATUSES)) == len(runner.STATUSES)
+    assert len(set(summary.STATUSES)) == len(summary.STATUSES)
     documented = inspect.getsource(execute.Ending).split("status: str  # ")[1].splitlines()[0]
-    assert set(documented.split(", ")) <= set(runner.STATUSES)
+    assert set(documented.split(", ")) <= set(summary.STATUSES)

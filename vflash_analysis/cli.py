@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vflash_analysis import config, estimate, paths, records, runner, stages, strict
+from vflash_analysis import config, estimate, paths, records, runner, stages, strict, summary
 from vflash_analysis.errors import InputError
 
 app = typer.Typer(
@@ -94,11 +94,11 @@ def run(
         print("interrupted: run the same command to go on from here", file=sys.stderr)
         raise typer.Exit(130) from None
     seconds = time.monotonic() - started
-    for line in runner.summary_lines(outcomes, seconds):
+    for line in summary.summary_lines(outcomes, seconds):
         print(line)
-    summary = runner.summary_json(outcomes, seconds)
-    _say(summary, as_json)
-    raise typer.Exit(0 if summary["ok"] else 1)
+    told = summary.summary_json(outcomes, seconds)
+    _say(told, as_json)
+    raise typer.Exit(0 if told["ok"] else 1)
 
 
 def _refuse_without_data(settings: config.Profile, waiting: list[stages.Shard]) -> None:

@@ -19,18 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from vflash_analysis import config, paths, records
 from vflash_analysis.environment import MEMORY
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
-from vflash_analysis.progress import ProgressLine, clock
+from vflash_analysis.progress import ProgressLine
 from vflash_analysis.stages import Shard, missing_inputs
+from vflash_analysis.summary import Outcome, Summary
 
-STATUSES = ("ok", "skipped", "bad input", "error", "died", "timeout", "incomplete", "blocked")
-GOOD = ("ok", "skipped")
 EXECUTED_NOTEBOOK = "notebook.ipynb"
 LOG_LIMIT = 900_000  # bytes of a notebook's standard output that are kept
 
@@ -41,17 +38,6 @@ class Limits:
 
     timeout_s: int | None = None  # none: a cell of the h100 profile may train for days
     start_timeout_s: int = 120
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a shard ended; `status` is one of STATUSES."""
-
-    shard: str
-    status: str
-    seconds: float
-    reason: str = ""
-    notebook: str = ""
 
 
 def _pump(stream: Any, log: Path, show: Callable[[str], None]) -> None:
@@ -206,28 +192,6 @@ def reopen_lacking(shards: Sequence[Shard]) -> list[str]:
     return reopened
 
 
-class Durations:
-    """Seconds that each stage took last time, kept per profile, for the time left."""
-
-    def __init__(self, profile: str) -> None:
-        self._file = paths.RUNS / profile / "durations.json"
-        self._known: dict[str, float] = {}
-        if self._file.is_file():
-            try:
-                self._known = {k: float(v) for k, v in records.read_json(self._file).items()}
-            except (InputError, TypeError, ValueError, AttributeError):
-                self._known = {}
-
-    def expected(self, stages: Sequence[str]) -> tuple[float, bool]:
-        """Seconds for these shards' stages, and whether all are known: unknown ones count nothing."""
-        known = [self._known[stage] for stage in stages if stage in self._known]
-        return sum(known), len(known) == len(stages)
-
-    def note(self, stage: str, seconds: float) -> None:
-        self._known[stage] = round(seconds, 2)
-        records.write_json_atomic(self._file, self._known)
-
-
 def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of `preflight.target_rows`, from a process that may load what this one does not.
 
@@ -322,7 +286,7 @@ def run_plan(
     if absent:
         raise InputError(absent[0])
     _refuse_unfit(waiting)
-    durations = Durations(profile)
+    summary = Summary(profile)
     finished = {shard.name for shard in shards if shard.done}
     outcomes: list[Outcome] = []
     line = ProgressLine(len(waiting), stream or sys.stderr)
@@ -343,50 +307,14 @@ def run_plan(
                 line.skip(shard.name, outcome.reason)
             else:
                 todo = [s.stage for s in waiting[waiting.index(shard) :]]
-                line.start(shard.name, *durations.expected(todo))
+                line.start(shard.name, *summary.expected(todo))
                 outcome = run_shard(shard, limits, line.show, keep_stale)
                 line.end(outcome.status, outcome.seconds, outcome.reason)
             if outcome.status == "ok":
                 finished.add(shard.name)
-                durations.note(shard.stage, outcome.seconds)
+            if outcome.status != "skipped":
+                summary.note(shard.stage, outcome)
             outcomes.append(outcome)
     finally:
         line.close()
-        if outcomes:
-            write_summary(outcomes, profile)
     return outcomes
-
-
-def write_summary(outcomes: Sequence[Outcome], profile: str) -> Path:
-    """Write `runs/<profile>/summary.csv`: one row per shard of the last run."""
-    path = paths.RUNS / profile / "summary.csv"
-    rows = pd.DataFrame([vars(o) for o in outcomes])
-    text = rows.to_csv(index=False, float_format="%.1f", lineterminator="\n")
-    records.write_text_atomic(path, text)
-    return path
-
-
-def summary_lines(outcomes: Sequence[Outcome], seconds: float) -> list[str]:
-    """What a person reads at the end: counts, then one line per shard that gave no result."""
-    counts = {status: sum(o.status == status for o in outcomes) for status in STATUSES}
-    told = ", ".join(f"{n} {status}" for status, n in counts.items() if n)
-    lines = [f"{told or 'no shards'} in {clock(seconds)}"]
-    if counts["skipped"] == len(outcomes):
-        lines = [f"nothing to do: all {len(outcomes)} shards are done"]
-    for o in outcomes:
-        if o.status in GOOD and " units" in o.reason:
-            lines.append(f"  {o.shard}: {o.reason}; --retry-failed tries the others again")
-        if o.status not in GOOD:
-            kept = f" ({o.notebook})" if o.notebook else ""
-            lines.append(f"  {o.shard}: {o.status}: {o.reason}{kept}")
-    return lines
-
-
-def summary_json(outcomes: Sequence[Outcome], seconds: float) -> Mapping[str, Any]:
-    """The same for programs."""
-    return {
-        "ok": all(o.status in GOOD for o in outcomes),
-        "seconds": round(seconds, 1),
-        "shards": {o.shard: o.status for o in outcomes},
-        "failed": {o.shard: o.reason for o in outcomes if o.status not in GOOD},
-    }
