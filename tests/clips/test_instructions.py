@@ -23,10 +23,10 @@ def test_held_out_things_are_in_no_training_instruction():
 def test_the_first_ones_are_about_different_things_in_different_ways():
     clips = instructions("held_out", 20)
     assert [clip.prompt for clip in clips[:2]] == [
-        "What is a tent used for?",
-        "Describe a violin to a child.",
+        "What is a harp used for?",
+        "Describe a stapler to a child.",
     ]
-    assert instructions("held_out", 21)[20].prompt == "Describe a tent to a child."
+    assert instructions("held_out", 21)[20].prompt == "Describe a harp to a child."
     assert clips == instructions("held_out", 40)[:20]
 
 

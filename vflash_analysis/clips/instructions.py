@@ -32,10 +32,10 @@ _TRAINING = (
     "pocket knife, snow shovel, carpet, fireplace, windmill, tractor, bee hive, wheelchair, "
     "calculator, rope bridge"
 )
-_HELD_OUT = (
-    "tent, violin, typewriter, refrigerator, lantern, sled, sundial, parachute, doorbell, "
-    "trampoline, water pump, magnifying glass, rocking chair, flute, vacuum cleaner, cradle, "
-    "fire extinguisher, measuring tape, hot air balloon, cutting board"
+_HELD_OUT = (  # settings were tried out on texts about other things, listed nowhere here
+    "harp, stapler, globe, stroller, hourglass, zip line, seesaw, sprinkler, harmonica, blender, "
+    "playpen, smoke detector, spirit level, glider, chopping block, bunk bed, cash register, "
+    "freezer, torch, snowmobile"
 )
 THINGS = {
     split: tuple(f"a {name}" for name in names.split(", "))
