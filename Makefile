@@ -59,8 +59,9 @@ reproduce: $(FULL)
 smoke: $(FULL)
 	$(BIN)/vflash run --profile smoke $(RUN)
 
+# A file's tests stay in one process; one thread each, so that processes do not take turns.
 test: $(FULL)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist loadfile
 
 # An environment of its own: Snakemake's dependencies stay out of the package's.
 $(WORKFLOW)/.stamp: workflow/requirements.txt
