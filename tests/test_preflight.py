@@ -107,6 +107,20 @@ def test_the_light_commands_ask_a_process_of_its_own():
         runner.ask_preflight("pocket", {"clips.num_frames": -1})
 
 
+def test_a_relative_folder_is_found_by_processes_that_run_in_the_checkout(tmp_path, monkeypatch):
+    save_target(tiny_target(0, dtype=torch.float32), tmp_path / "weights")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VFLASH_TARGET", "weights")
+    monkeypatch.setenv("VFLASH_DATA", "videos")
+    (shard, *_) = stages.plan("pocket")
+    given = runner._request(shard, runner.Limits(), keep_stale=False)["environment"]
+    assert given["VFLASH_TARGET"] == str(tmp_path / "weights")
+    assert given["VFLASH_DATA"] == str(tmp_path / "videos")
+    few = {"clips.num_frames": 4, "drafter.num_tapped_layers": 1}
+    told = {row["item"]: row for row in runner.ask_preflight("h100", few)}
+    assert told["target name"]["found"] == "weights"
+
+
 @pytest.mark.parametrize(
     ("wanted", "only", "refused"),
     [

@@ -78,6 +78,12 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
+def _folders() -> dict[str, str]:
+    """Folders as a process that runs in the checkout must be told them."""
+    own = {"VFLASH_ROOT": str(paths.ROOT), "VFLASH_RUNS": str(paths.RUNS)}
+    return own | config.local_environment()
+
+
 def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
     """What `vflash_analysis.execute` needs to know."""
     return {
@@ -93,8 +99,7 @@ def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
         "timeout_s": limits.timeout_s,
         "start_timeout_s": limits.start_timeout_s,
         "environment": {
-            "VFLASH_ROOT": str(paths.ROOT),
-            "VFLASH_RUNS": str(paths.RUNS),
+            **_folders(),
             STALE_VARIABLE: "1" if keep_stale else "0",
             RUN_ID_VARIABLE: shard.run_id,
             "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel, whatever a user installed
@@ -244,7 +249,7 @@ def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, 
         capture_output=True,
         text=True,
         cwd=paths.ROOT,
-        env={**os.environ, "VFLASH_ROOT": str(paths.ROOT)},
+        env={**os.environ, **_folders()},
     )
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
