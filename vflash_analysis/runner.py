@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import config, paths, records
-from vflash_analysis.environment import MEMORY
+from vflash_analysis.environment import MEMORY, row
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
@@ -236,10 +236,8 @@ class Durations:
 def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of `preflight.target_rows`, from a process that may load what this one does not.
 
-    Without torch there are none: `environment_table` says that it is not installed.
-
-    Raises:
-        InputError: that process failed; its last line is told.
+    Without torch there are none: `environment_table` says that it is not installed. Where that
+    process fails, its last line is the one row's note.
     """
     if importlib.util.find_spec("torch") is None:
         return []
@@ -253,7 +251,7 @@ def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, 
     )
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"the target cannot be looked at: {last}")
+        return [row("target files", None, "a checkpoint", False, f"cannot be looked at: {last}")]
     rows: list[dict[str, Any]] = json.loads(answer.stdout.splitlines()[-1])["rows"]
     return rows
 
@@ -275,10 +273,10 @@ def _refuse_unfit(waiting: Sequence[Shard]) -> None:
     if settings.source is not None and settings.device == "cpu":
         return
     stages = {shard.stage for shard in waiting}
-    for row in ask_preflight(own["profile"], own["overrides"]):
-        spared = row["item"] == f"{MEMORY}drafter" and "drafter" not in stages
-        if not row["ok"] and not spared:
-            raise InputError(f"{row['item']}: {row['note']}")
+    for told in ask_preflight(own["profile"], own["overrides"]):
+        spared = told["item"] == f"{MEMORY}drafter" and "drafter" not in stages
+        if not told["ok"] and not spared:
+            raise InputError(f"{told['item']}: {told['note']}")
 
 
 def select(shards: Sequence[Shard], only: Sequence[str]) -> list[Shard]:
