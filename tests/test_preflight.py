@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.tiny import save_target, tiny_target
-from vflash_analysis import config, paths, preflight, runner, stages
+from vflash_analysis import config, devices, paths, preflight, runner, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.sizes import LLAVA_ONEVISION_7B
 
@@ -232,19 +232,27 @@ def test_weights_that_are_a_part_of_the_model_are_told(folder, monkeypatch):
 
 
 def test_too_small_a_device_is_refused(folder, monkeypatch):
-    monkeypatch.setattr(preflight, "_device_bytes", lambda _: 1000)
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: 1000)
     row = rows_of(ON_CPU)["memory, decode"]
-    assert not row["ok"] and row["note"].startswith("device: found 1.0 kB, allowed: ")
+    assert not row["ok"] and row["note"].startswith("device: found 1.0 kB free, allowed: ")
+    assert row["wanted"] == "at most 1.0 kB free"
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: None)
+    row = rows_of(ON_CPU)["memory, decode"]
+    assert row["ok"] and row["wanted"] == "at most unknown"
 
 
 def test_the_papers_setting_does_not_fit_a_small_gpu(monkeypatch):
-    monkeypatch.setattr(preflight, "_device_bytes", lambda _: 20_000_000_000)
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(preflight, "free_bytes", lambda _: 20_000_000_000)
     (row,) = [
         row
         for row in preflight._memory_rows(H100, LLAVA_ONEVISION_7B)
         if row["item"] == "memory, decode"
     ]
-    assert not row["ok"] and row["note"].startswith("device: found 20.0 GB, allowed: 30.9 GB")
+    assert not row["ok"] and row["note"].startswith("device: found 20.0 GB free, allowed: 30.9 GB")
+    monkeypatch.setattr(preflight.torch.cuda, "is_available", lambda: False)
+    row = preflight._memory_rows(H100, LLAVA_ONEVISION_7B)[0]
+    assert not row["ok"] and row["note"].startswith("device: found no CUDA device, allowed: ")
 
 
 def test_a_target_that_a_stage_builds_has_nothing_to_tell():
@@ -285,11 +293,21 @@ def test_a_run_is_refused_before_its_first_shard(
     wanted, only, refused, tmp_path: Path, monkeypatch
 ):
     monkeypatch.setattr(paths, "RUNS", tmp_path)
+    monkeypatch.setattr(devices, "LOCKS", tmp_path)
+    monkeypatch.setattr(devices, "nvidia_smi", lambda *fields: [])
+    monkeypatch.delenv(devices.VISIBLE_GPUS, raising=False)
+
+    def stop(_):
+        raise TimeoutError
+
+    monkeypatch.setattr(devices.time, "sleep", stop)
     asked, ran = [], []
     unfit = {"item": "memory, decode", "ok": False, "note": "device: found no CUDA device"}
 
-    def ask(profile, overrides):
+    def ask(profile, overrides, gpu):
         asked.append((profile, overrides))
+        with pytest.raises(TimeoutError), devices.one_device("cuda", "b"):
+            pass  # it is held meanwhile, so that nothing else computes there
         return [{"item": "template", "ok": True, "note": ""}, unfit]
 
     def run_shard(shard, *_):

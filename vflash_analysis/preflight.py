@@ -10,7 +10,6 @@ them on its page. As the light commands load no model, they ask a process of its
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from vflash_analysis import config, estimate, paths
 from vflash_analysis.clips import suites
 from vflash_analysis.config import Profile
-from vflash_analysis.environment import MEMORY, row
+from vflash_analysis.environment import MEMORY, free_bytes, row
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.inputs import prompt_text
 from vflash_analysis.model.source import (
@@ -126,27 +125,22 @@ def _question(suite: suites.Suite) -> tuple[str, str]:
 
 def _memory_rows(profile: Profile, shape: TargetShape) -> Rows:
     own = estimate.sizes_of(profile, shape)
-    there = _device_bytes(profile.target.device)
+    device = profile.target.device
+    absent = device == "cuda" and not torch.cuda.is_available()
+    free = None if absent else free_bytes(device)
+    there = (
+        "no CUDA device" if absent else "unknown" if free is None else f"{estimate.size(free)} free"
+    )
     rows = []
     for stage, parts in estimate.memory(profile, own).items():
         total = sum(parts.values())
-        wanted = "a CUDA device" if there is None else f"at most {estimate.size(there)}"
-        ok = there is not None and total <= there
+        wanted = "a CUDA device" if absent else f"at most {there}"
+        ok = not absent and (free is None or total <= free)
         note = estimate.told_parts(parts)
         if not ok:
-            found = "no CUDA device" if there is None else estimate.size(there)
-            note = f"device: found {found}, allowed: {estimate.size(total)} or more; {note}"
+            note = f"device: found {there}, allowed: {estimate.size(total)} or more; {note}"
         rows.append(row(f"{MEMORY}{stage}", estimate.size(total), wanted, ok, note))
     return rows
-
-
-def _device_bytes(device: str) -> int | None:
-    """Memory of the profile's device; None where the profile wants a GPU and there is none."""
-    if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def main() -> int:

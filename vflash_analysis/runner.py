@@ -22,6 +22,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import config, paths, records
+from vflash_analysis.devices import one_device
 from vflash_analysis.environment import MEMORY, row
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
@@ -233,11 +234,18 @@ class Durations:
         records.write_json_atomic(self._file, self._known)
 
 
-def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
+def ask_preflight(
+    profile: str, overrides: Mapping[str, Any], gpu: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """The rows of `preflight.target_rows`, from a process that may load what this one does not.
 
     Without torch there are none: `environment_table` says that it is not installed. Where that
     process fails, its last line is the one row's note.
+
+    Args:
+        profile: its name.
+        overrides: dotted setting to value.
+        gpu: what `one_device` gave.
     """
     if importlib.util.find_spec("torch") is None:
         return []
@@ -247,7 +255,7 @@ def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, 
         capture_output=True,
         text=True,
         cwd=paths.ROOT,
-        env={**os.environ, **_folders()},
+        env={**os.environ, **_folders(), **(gpu or {})},
     )
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
@@ -256,7 +264,7 @@ def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, 
     return rows
 
 
-def _refuse_unfit(waiting: Sequence[Shard]) -> None:
+def _refuse_unfit(waiting: Sequence[Shard], say: Callable[[str], None]) -> None:
     """Refuse a run whose target or device cannot do it, before its first shard.
 
     Only a target that this machine brings, or one on a GPU, is looked at: a tracked one on the CPU
@@ -273,7 +281,10 @@ def _refuse_unfit(waiting: Sequence[Shard]) -> None:
     if settings.source is not None and settings.device == "cpu":
         return
     stages = {shard.stage for shard in waiting}
-    for told in ask_preflight(own["profile"], own["overrides"]):
+    # Its memory is looked at as a shard will find it: not while another shard computes there.
+    with one_device(needy.device, "the look at the target", say) as gpu:
+        rows = ask_preflight(own["profile"], own["overrides"], gpu)
+    for told in rows:
         spared = told["item"] == f"{MEMORY}drafter" and "drafter" not in stages
         if not told["ok"] and not spared:
             raise InputError(f"{told['item']}: {told['note']}")
@@ -324,7 +335,7 @@ def run_plan(
     absent = missing_inputs(waiting)
     if absent:
         raise InputError(absent[0])
-    _refuse_unfit(waiting)
+    _refuse_unfit(waiting, lambda told: print(told, file=stream or sys.stderr))
     durations = Durations(profile)
     finished = {shard.name for shard in shards if shard.done}
     outcomes: list[Outcome] = []
