@@ -149,6 +149,21 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
     code, output = call("doctor", "--profile", "h100", "--json")
     items = {row["item"]: row for row in last_json(output)["items"]}
     assert code == 1 and not items["target"]["ok"] and not items["videos"]["ok"]
+    (tmp_path / "config.json").write_text("{")
+    code, output = call("doctor", "--profile", "h100", "--json")
+    (*machine, target) = last_json(output)["items"]
+    assert code == 1 and [row["item"] for row in machine] == list(items)[: len(machine)]
+    assert target["item"] == "target files" and not target["ok"]
+    assert target["note"].startswith(f"{tmp_path / 'config.json'}: not readable as JSON: ")
+
+
+def test_a_plan_needs_no_checkpoint(runs, monkeypatch):
+    monkeypatch.setattr("vflash_analysis.config.local_paths", dict)
+    code, output = call("plan", "--profile", "h100", "--json")
+    told = last_json(output)
+    assert code == 0 and len(told["shards"]) > 20 and not any(s["done"] for s in told["shards"])
+    assert told["estimate"]["stages"]
+    assert call("status", "--profile", "h100")[0] == 1
 
 
 def test_clips_check_names_a_bad_file_and_reads_the_others(runs, tmp_path):

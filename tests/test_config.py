@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -272,9 +273,14 @@ def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_p
     with pytest.raises(InputError, match="VFLASH_DATA"):
         config.data_folder()
     (tmp_path / "local.yaml").write_text("target: weights/7b\n")
-    assert str(config.target_folder(target)) == "weights/7b"
-    monkeypatch.setenv("VFLASH_TARGET", "elsewhere")
-    assert str(config.target_folder(target)) == "elsewhere"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)  # as a notebook's kernel or a job does
+    assert config.target_folder(target) == tmp_path / "weights" / "7b"
+    assert config.local_environment() == {}
+    monkeypatch.setenv("VFLASH_TARGET", "7b")
+    assert config.target_folder(target) == elsewhere / "7b"
+    assert config.local_environment() == {"VFLASH_TARGET": str(elsewhere / "7b")}
     (tmp_path / "local.yaml").write_text("targt: x\n")
     with pytest.raises(InputError, match=r"local\.yaml: targt: unknown setting"):
         config.target_folder(target)
@@ -283,7 +289,9 @@ def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_p
         (tmp_path / "local.yaml").write_text(empty)
         assert config.local_paths() == {}
     (tmp_path / "local.yaml").write_text("target: ~nosuchuser/x\n")
-    assert str(config.local_paths()["target"]) == "~nosuchuser/x"
+    assert config.local_paths()["target"] == tmp_path / "~nosuchuser" / "x"
+    (tmp_path / "local.yaml").write_text("target: /weights/7b\n")
+    assert config.local_paths() == {"target": Path("/weights/7b")}
     (tmp_path / "local.yaml").write_text("target: ''\n")
     with pytest.raises(InputError, match=r'local\.yaml: target: found text "", allowed: a path'):
         config.local_paths()

@@ -9,6 +9,7 @@ import pytest
 
 from vflash_analysis import devices, execute, paths, records
 from vflash_analysis.devices import VISIBLE_GPUS, one_device, visible_gpus
+from vflash_analysis.errors import InputError
 from vflash_analysis.execute import Ending
 
 TWO = [{"index": "0", "uuid": "GPU-aa-1"}, {"index": "1", "uuid": "GPU-ab-2"}]
@@ -35,6 +36,10 @@ def two_gpus(place, monkeypatch):
         (" 1, 0", ["GPU-ab-2", "GPU-aa-1"]),
         ("GPU-ab", ["GPU-ab-2"]),
         ("GPU-a", []),  # it could be either
+        ("0,0", []),  # to CUDA a GPU that is named twice hides all
+        ("1,0,GPU-ab", []),
+        ("abc", []),
+        ("1,-1,0", ["GPU-ab-2"]),
         ("1,7,0", ["GPU-ab-2"]),  # what follows an unknown one is not visible to CUDA either
         ("MIG-c", ["MIG-c"]),
         ("", []),
@@ -132,6 +137,24 @@ def test_a_lock_file_that_was_removed_is_not_a_lock(place, monkeypatch):
     monkeypatch.setattr(devices, "POLL_S", 0.0)
     with one_device("cpu", "a", lambda line: None):
         assert len(calls) == 2 and (place / "vflash-device-cpu.lock").is_file()
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda path: path.mkdir(),
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to("/dev/null"),
+        lambda path: path.symlink_to("nowhere"),
+    ],
+    ids=["folder", "pipe", "link", "broken link"],
+)
+def test_what_is_no_lock_file_is_refused_in_one_line(place, put):
+    path = place / "vflash-device-cpu.lock"
+    put(path)
+    message = rf"^{path}: .*, allowed: a lock file; remove it$"
+    with pytest.raises(InputError, match=message), one_device("cpu", "a"):
+        pass
 
 
 def test_other_users_may_lock_it_too(place):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from vflash_analysis import config, environment, paths
+from vflash_analysis import config, environment, estimate, paths
 from vflash_analysis.errors import InputError
 
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
@@ -152,12 +152,32 @@ def test_no_file_names_a_machine():
 
 def test_the_environment_table_tells_what_is_there(monkeypatch):
     monkeypatch.setenv(environment.EOF_RETRY, "7")
-    table = environment.environment_table(config.load_profile("smoke")).set_index("item")
+    table = environment.environment_table(config.load_profile("smoke"), 0.0).set_index("item")
     assert table.loc["reader threads", "found"] == "2"
     assert table.loc["eof_retry", "found"] == "7"
     assert table.loc["torch", "wanted"] == LOCK["torch"]
     assert bool(table.loc["kernel python3", "ok"]) and bool(table.loc["device", "ok"])
     assert {"python", "frame readers", "free disk", "transformers"} <= set(table.index)
+
+
+def test_the_disk_that_is_wanted_is_the_profile_s_where_results_go(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "not" / "yet")
+    monkeypatch.setattr(
+        environment.shutil, "disk_usage", lambda p: asked.append(p) or SimpleNamespace(free=20e9)
+    )
+    monkeypatch.setattr(config, "local_paths", dict)
+    for name, fits in (("smoke", True), ("pocket", True), ("h100", False)):
+        profile = config.load_profile(name)
+        needed = estimate.disk_bytes(profile)
+        table = environment.environment_table(profile, needed).set_index("item")
+        row = table.loc["free disk"]
+        assert (bool(row["ok"]), row["found"]) == (fits, "20.0 GB"), name
+        assert row["wanted"] == f"{2 + needed / 1e9:.1f} GB or more"
+        assert ("VFLASH_RUNS" in row["note"]) != fits
+    # h100: two checkpoints of masters and two averages, and two drafters, 3.93 GB of masters each
+    assert needed == pytest.approx((2 * 3 + 2) * 3.93e9, rel=0.01)
+    assert set(asked) == {tmp_path}
 
 
 def test_without_a_reader_the_table_names_the_alternatives(monkeypatch):
@@ -166,7 +186,7 @@ def test_without_a_reader_the_table_names_the_alternatives(monkeypatch):
         environment, "package_versions",
         lambda names: {n: None if n in environment.READERS else v for n, v in really(names).items()},
     )  # fmt: skip
-    table = environment.environment_table(config.load_profile("smoke")).set_index("item")
+    table = environment.environment_table(config.load_profile("smoke"), 0.0).set_index("item")
     row = table.loc["frame readers"]
     assert not row["ok"]
     assert all(name in row["note"] for name in ("decord", "eva-decord", "decord2", "av"))
@@ -180,7 +200,7 @@ def test_a_wrong_transformers_and_a_missing_folder_are_shown(monkeypatch, tmp_pa
     )  # fmt: skip
     monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
     monkeypatch.delenv("VFLASH_DATA", raising=False)
-    table = environment.environment_table(config.load_profile("h100")).set_index("item")
+    table = environment.environment_table(config.load_profile("h100"), 0.0).set_index("item")
     assert not table.loc["transformers range", "ok"]
     assert table.loc["target", "note"] == "no config.json there"
     assert "VFLASH_DATA" in table.loc["videos", "note"] and not table.loc["videos", "ok"]
@@ -219,6 +239,7 @@ def test_free_memory_is_what_the_kernel_says_or_unknown(monkeypatch, tmp_path):
 def test_a_container_s_limit_counts_where_it_leaves_less(monkeypatch, tmp_path):
     files = {
         "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n",
+        "/proc/self/cgroup": "1:name=systemd:/\n0::/jobs/7\n",
         "/sys/fs/cgroup/memory.max": "3000000\n",
         "/sys/fs/cgroup/memory.current": "1500000\n",
         "/sys/fs/cgroup/memory.stat": "anon 900000\ninactive_file 500000\n",
@@ -226,12 +247,30 @@ def test_a_container_s_limit_counts_where_it_leaves_less(monkeypatch, tmp_path):
 
     class Given(type(tmp_path)):
         def read_text(self, *arguments, **keywords):
+            if str(self) not in files:
+                raise FileNotFoundError(str(self))
             return files[str(self)]
+
+    def group(folder, limit, used, kept, bytes_):
+        for name, number in zip((limit, used), bytes_, strict=False):
+            files[f"/sys/fs/cgroup{folder}/{name}"] = f"{number}\n"
+        files[f"/sys/fs/cgroup{folder}/memory.stat"] = f"anon 1\n{kept} {bytes_[2]}\n"
 
     monkeypatch.setattr(environment, "Path", Given)
     assert environment.free_bytes("cpu") == 2_000_000
+    second = ("memory.max", "memory.current", "inactive_file")
+    group("/jobs/7", *second, (900_000, 200_000, 100_000))  # a job's own limit
+    assert environment.free_bytes("cpu") == 800_000
+    group("/jobs/7", *second, ("max", 200_000, 0))
+    group("/jobs", *second, (1_000_000, 990_000, 0))  # that of all jobs together
+    assert environment.free_bytes("cpu") == 10_000
+    files["/proc/self/cgroup"] = "0::/\n"
     files["/sys/fs/cgroup/memory.max"] = "max\n"
     assert environment.free_bytes("cpu") == 8000 * 1024
+    first = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    group("/memory", *first, (500_000, 600_000, 0))  # version 1; a container's path is not shown
+    files["/proc/self/cgroup"] = "4:cpu,memory:/docker/abc\n0::/\n"
+    assert environment.free_bytes("cpu") == 0
 
 
 def test_an_idle_gpu_is_not_the_device_and_the_driver_is_the_drivers(monkeypatch):

@@ -512,9 +512,35 @@ def test_code_that_does_not_parse_is_named(package):
         identity.code_digest(book)
 
 
-@pytest.mark.parametrize("content", ["", "{}", "garbage", "[1]", "null", '{"pid": "abc"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{}",
+        "garbage",
+        "[1]",
+        "null",
+        "[" * 100_000,
+        *[
+            json.dumps({"pid": pid, "host": socket.gethostname()})
+            for pid in ("abc", None, True, 1.5, 0, -1, 2**22, 2**70)
+        ],
+        *[
+            json.dumps({"pid": 1, "host": "h", "since": "now"} | {name: value})
+            for name in ("host", "since", "token")
+            for value in (3, ["x"], "two\nlines")
+        ],
+    ],
+)
 def test_a_lock_that_says_nothing_is_respected(tmp_path, content):
     (tmp_path / LOCK_NAME).write_text(content)
+    with pytest.raises(InputError, match=r"in use by process \?.* remove LOCK there"):
+        FolderLock(tmp_path)
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_a_lock_that_says_nothing(tmp_path, put):
+    put(tmp_path / LOCK_NAME)
     with pytest.raises(InputError, match=r"in use by process \?.* remove LOCK there"):
         FolderLock(tmp_path)
 
@@ -692,6 +718,14 @@ def test_a_missing_folder_stops_the_run_not_the_plan(runs, tmp_path, monkeypatch
     assert told in stages.missing_inputs(shards)
     with pytest.raises(InputError, match="found nothing at"):
         runner.run_plan(shards, "h100", stream=io.StringIO())
+    monkeypatch.setattr(config, "local_paths", dict)  # nor does this machine name any
+    unset = stages.plan("h100", {"clips.training_list": "mine.jsonl"})
+    assert {shard.name for shard in unset} == {shard.name for shard in shards}
+    lists, target = stages.missing_inputs(unset)
+    assert lists.startswith("clips: clips.training_list: found no folder; set VFLASH_DATA")
+    assert target.startswith("target: target.source or VFLASH_TARGET: found none; set VFLASH_TARG")
+    with pytest.raises(InputError, match=r"^target: .* set VFLASH_TARGET or `target:` in local"):
+        runner.run_plan(stages.plan("h100"), "h100", only=["target"], stream=io.StringIO())
 
 
 def test_clips_hang_on_the_description_of_their_corpus_and_on_a_list_of_ones_own(

@@ -220,5 +220,34 @@ def test_a_config_that_leaves_a_number_out_is_named(tmp_path: Path, found):
         read_shape(path)
 
 
+@pytest.mark.parametrize(
+    ("keys", "found", "told"),
+    [
+        (("text_config",), None, "text_config: found a JSON NoneType, allowed: an object"),
+        (("text_config",), "qwen2", "text_config: found a JSON str"),
+        (("vision_config",), [], "vision_config: found a JSON list"),
+        (("text_config", "head_dim"), "64", 'text_config.head_dim: found text "64"'),
+        (("text_config", "head_dim"), 0, "text_config.head_dim: found whole number 0"),
+        (("text_config", "num_attention_heads"), 5, "5, allowed: a divisor of hidden_size (32)"),
+        (("text_config", "num_key_value_heads"), 3, "3, allowed: a divisor of num_attention_heads"),
+        (("text_config", "num_hidden_layers"), 1001, "allowed: a whole number from 1 to 1000"),
+        (("text_config", "vocab_size"), 10**30, "allowed: a whole number from 1 to 10000000"),
+        (("vision_config", "patch_size"), 21, "allowed: a whole number from 1 to 20"),
+    ],
+)
+def test_a_config_of_no_possible_model_is_one_line(tmp_path: Path, keys, found, told):
+    values = json.loads(tiny_config().to_json_string(use_diff=False))
+    place = values
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = found
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError) as error:
+        read_shape(path)
+    assert told in str(error.value) and str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
 def test_odd_patches_are_pooled_with_their_last_row():
     assert VisionShape(1, 8, 8, 20, 4).tokens_per_frame == 9  # 5 x 5

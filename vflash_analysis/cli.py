@@ -176,7 +176,8 @@ def doctor(
         _doctor_data(settings, as_json)
     from vflash_analysis.environment import environment_table
 
-    rows: list[dict[Any, Any]] = [*environment_table(settings).to_dict("records")]
+    needed = estimate.disk_bytes(settings)
+    rows: list[dict[Any, Any]] = [*environment_table(settings, needed).to_dict("records")]
     rows += runner.ask_preflight(profile, _overrides(set_))
     for row in rows:
         there = "absent" if row["found"] == "missing" else "ok"

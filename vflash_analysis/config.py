@@ -375,8 +375,20 @@ def result_settings(settings: TrainSettings) -> dict[str, Any]:
     return values
 
 
+_VARIABLES = {"target": "VFLASH_TARGET", "data": "VFLASH_DATA"}
+
+
+def local_environment() -> dict[str, str]:
+    """The environment's folders of this machine, absolute: what a process that runs elsewhere needs."""
+    found = ((name, os.environ.get(name)) for name in _VARIABLES.values())
+    return {name: os.path.abspath(paths.expanded(text)) for name, text in found if text}
+
+
 def local_paths() -> dict[str, Path]:
     """Folders of this machine: `target` and `data`, from the environment, else `local.yaml`.
+
+    All are absolute: a relative one is meant from the working directory where an environment
+    variable gives it, from the checkout where `local.yaml` does.
 
     Raises:
         InputError: `local.yaml` has another key or a value that is no text.
@@ -385,15 +397,13 @@ def local_paths() -> dict[str, Path]:
     file = paths.ROOT / "local.yaml"
     if file.is_file():
         for key, value in read_yaml(file, may_be_empty=True).items():
-            if key not in ("target", "data"):
+            if key not in _VARIABLES:
                 raise InputError(f"local.yaml: {key}: unknown setting, allowed: target, data")
             if not isinstance(value, str) or not value.strip():
                 raise InputError(f"local.yaml: {key}: found {shown(value)}, allowed: a path")
-            found[key] = paths.expanded(value)
-    for key, variable in (("target", "VFLASH_TARGET"), ("data", "VFLASH_DATA")):
-        if os.environ.get(variable):
-            found[key] = paths.expanded(os.environ[variable])
-    return found
+            found[key] = paths.ROOT / paths.expanded(value)
+    given = local_environment()
+    return found | {k: Path(given[name]) for k, name in _VARIABLES.items() if name in given}
 
 
 def target_folder(settings: TargetSettings) -> Path:

@@ -9,12 +9,14 @@ machine and ends with its process, however that ends.
 import contextlib
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from vflash_analysis.environment import VISIBLE_GPUS, nvidia_smi
+from vflash_analysis.errors import InputError
 
 LOCKS = Path("/tmp")  # not TMPDIR, which a scheduler sets anew for every job
 POLL_S = 0.5
@@ -24,8 +26,8 @@ def visible_gpus() -> list[str]:
     """The GPUs that may be used, by UUID: a number means another GPU in another job's container.
 
     `CUDA_VISIBLE_DEVICES` is respected, its numbers counted as nvidia-smi does; as in CUDA, what
-    follows an entry that names no GPU is left out. Without nvidia-smi its entries stand as they
-    are.
+    follows an entry that names no GPU is left out, and a GPU named twice hides all. Without
+    nvidia-smi its entries stand as they are.
     """
     uuids = {row["index"]: row["uuid"] for row in nvidia_smi("index", "uuid")}
     asked = os.environ.get(VISIBLE_GPUS)
@@ -42,18 +44,29 @@ def visible_gpus() -> list[str]:
             found.append(entry)
         else:
             break
-    return found
+    return found if len(set(found)) == len(found) else []
 
 
 def _opened(path: Path) -> int:
-    """The lock file, open. Other users' files open too, but not with O_CREAT in a sticky folder."""
+    """The lock file, open. Other users' files open too, but not with O_CREAT in a sticky folder.
+
+    Raises:
+        InputError: a folder, a link, a pipe or a file of no use to us lies there.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        with contextlib.suppress(PermissionError):  # another user was quicker
-            os.fchmod(file, 0o666)
+        try:
+            file = os.open(path, flags)
+        except FileNotFoundError:
+            file = os.open(path, flags | os.O_CREAT, 0o666)
+            with contextlib.suppress(PermissionError):  # another user was quicker
+                os.fchmod(file, 0o666)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}, allowed: a lock file; remove it") from error
+    if stat.S_ISREG(os.fstat(file).st_mode):
         return file
+    os.close(file)
+    raise InputError(f"{path}: found no ordinary file, allowed: a lock file; remove it")
 
 
 def _try(path: Path, holder: str) -> int | None:
@@ -87,6 +100,9 @@ def one_device(
         kind: "cuda", "cpu", or "" for a stage that needs none.
         shard: who asks, as a waiting process shall name it.
         say: called with one line whenever the holders change while it waits.
+
+    Raises:
+        InputError: something else than a lock file lies in its place.
 
     Yields:
         What the kernel's environment must say for it to use that device; empty on the CPU, and

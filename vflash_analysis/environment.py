@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pandas as pd
@@ -26,6 +26,7 @@ TORCH = ("torch", "transformers", "accelerate", "safetensors", "tokenizers")
 READERS = ("decord", "eva-decord", "decord2", "av")
 NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")
 TRANSFORMERS_RANGE = ((5, 24), (5, 40))  # at least the first, below the second
+LEAST_DISK_GB = 2.0  # for records, notebooks and logs, beside what the estimate counts
 READER_THREADS = 2  # that a frame reader decodes with; many make small clips slower
 EOF_RETRY = "DECORD_EOF_RETRY_MAX"
 MEMORY = "memory, "  # begins the item of a row that counts for the stage named after it
@@ -128,7 +129,7 @@ def _device_rows(profile: Profile) -> list[dict[str, Any]]:
     return [*rows, row("torch threads", torch.get_num_threads(), "any", True)]
 
 
-def _place_rows(profile: Profile) -> list[dict[str, Any]]:
+def _place_rows(profile: Profile, disk_bytes: float) -> list[dict[str, Any]]:
     """Rows for the folders of this machine, the disk and the kernel."""
     rows = []
     if profile.target.source != config.TINY_TARGET:
@@ -145,8 +146,13 @@ def _place_rows(profile: Profile) -> list[dict[str, Any]]:
             rows.append(row("videos", str(folder), "a folder", folder.is_dir()))
         except InputError as error:
             rows.append(row("videos", None, "a folder", False, str(error)))
-    free_gb = shutil.disk_usage(paths.ROOT).free / 1e9
-    rows.append(row("free disk", f"{free_gb:.1f} GB", "2 GB or more", free_gb >= 2))
+    place = paths.RUNS
+    while not place.exists():
+        place = place.parent
+    free_gb, needed_gb = shutil.disk_usage(place).free / 1e9, LEAST_DISK_GB + disk_bytes / 1e9
+    wanted = f"{needed_gb:.1f} GB or more"
+    note = "" if free_gb >= needed_gb else f"VFLASH_RUNS puts results elsewhere than {place}"
+    rows.append(row("free disk", f"{free_gb:.1f} GB", wanted, free_gb >= needed_gb, note))
     command = kernel_command()
     ours = command is not None and Path(command[0]).name.startswith("python")
     note = "" if ours else "pip install -e .[notebooks]"
@@ -154,8 +160,13 @@ def _place_rows(profile: Profile) -> list[dict[str, Any]]:
     return rows
 
 
-def environment_table(profile: Profile) -> pd.DataFrame:
-    """What is there and what the profile wants: columns item, found, wanted, ok, note."""
+def environment_table(profile: Profile, disk_bytes: float) -> pd.DataFrame:
+    """What is there and what the profile wants: columns item, found, wanted, ok, note.
+
+    Args:
+        profile: the profile.
+        disk_bytes: what its stages leave (`estimate.disk_bytes`).
+    """
     wanted = ">=3.11"
     rows = [row("python", platform.python_version(), wanted, sys.version_info >= (3, 11))]
     rows += _package_rows()
@@ -163,7 +174,7 @@ def environment_table(profile: Profile) -> pd.DataFrame:
     if version is not None and not transformers_fits(version):
         low, high = (".".join(map(str, end)) for end in TRANSFORMERS_RANGE)
         rows.append(row("transformers range", version, f">={low},<{high}", False))
-    rows += [*_reader_rows(), *_device_rows(profile), *_place_rows(profile)]
+    rows += [*_reader_rows(), *_device_rows(profile), *_place_rows(profile, disk_bytes)]
     return pd.DataFrame(rows)
 
 
@@ -217,8 +228,9 @@ def device_label(device: Any = "cpu") -> str:
 def free_bytes(device: Any) -> int | None:
     """Bytes that can still be taken on a device; None where the system does not say.
 
-    On a CPU what the kernel calls available, or what a container's limit leaves if that is less;
-    files that the kernel merely keeps in memory do not count as used.
+    On a CPU what the kernel calls available, or what the limit of a control group leaves (a
+    container's, a job's) if that is less; files that the kernel merely keeps in memory do not
+    count as used.
 
     Args:
         device: a `torch.device` or its name.
@@ -227,20 +239,46 @@ def free_bytes(device: Any) -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    found = []
     try:
-        system = dict(_numbers("/proc/meminfo"))
-        found.append(1024 * system["MemAvailable"])
-        limit, used = (
-            Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8").strip()
-            for name in ("max", "current")
-        )
-        if limit != "max":
-            kept = dict(_numbers("/sys/fs/cgroup/memory.stat"))["inactive_file"]
-            found.append(max(0, int(limit) - int(used) + kept))
+        available = 1024 * dict(_numbers("/proc/meminfo"))["MemAvailable"]
     except (OSError, ValueError, KeyError):
-        pass
-    return min(found, default=None)
+        return None
+    return min([available, *_left_by_groups()])
+
+
+# Of each version of control groups: where its memory groups lie, and the names of its files.
+_GROUPS = {
+    "": ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": (
+        "/sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+
+
+def _left_by_groups() -> Iterator[int]:
+    """Bytes that are left under each limit on this process: of its control group and those above."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        for kind in {"", "memory"} & set(controllers.split(",")):
+            root, limit, used, kept = _GROUPS[kind]
+            for group in (PurePosixPath(own), *PurePosixPath(own).parents):
+                folder = f"{root}{group}".rstrip("/")
+                try:
+                    most, now = (
+                        int(Path(f"{folder}/{name}").read_text(encoding="utf-8"))
+                        for name in (limit, used)
+                    )
+                    cached = dict(_numbers(f"{folder}/memory.stat"))[kept]
+                except (OSError, ValueError, KeyError):
+                    continue  # no limit ("max"), or a level that a container does not show
+                yield max(0, most - now + cached)
 
 
 def _numbers(file: str) -> Iterator[tuple[str, int]]:

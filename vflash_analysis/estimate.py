@@ -21,6 +21,7 @@ from typing import Any
 
 from vflash_analysis import config, sizes
 from vflash_analysis.config import DrafterKey, Profile
+from vflash_analysis.errors import InputError
 from vflash_analysis.results.published import DeviceFacts, device_facts
 from vflash_analysis.schemas import COMPARISON_METHODS
 from vflash_analysis.sizes import DrafterShape, TargetShape, Work
@@ -271,6 +272,19 @@ def memory(profile: Profile, own: Sizes) -> dict[str, dict[str, int]]:
     if profile.drafter.source is None and profile.target.device == "cuda":
         parts["drafter"] = training_memory(profile, own)
     return parts
+
+
+def disk_bytes(profile: Profile) -> float:
+    """Bytes that the profile's stages leave at once; 0 for a target that is not there to be read."""
+    try:
+        target = target_shape(profile)
+    except InputError:  # told where the target's files are
+        return 0.0
+    if target is None:
+        return 0.0
+    drafters = [] if profile.drafter.source else config.main_drafters(profile)
+    stages = estimate_stages(profile, sizes_of(profile, target), drafters, device_facts(GPU))
+    return sum(stage.disk_bytes for stage in stages)
 
 
 def size(count: float) -> str:

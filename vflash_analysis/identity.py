@@ -187,6 +187,6 @@ def _hidden(path: Path, folder: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
-def digests_of(inputs: Iterable[tuple[str, Path]], digests: FileDigests) -> dict[str, str]:
+def digests_of(inputs: Iterable[tuple[str, Path | None]], digests: FileDigests) -> dict[str, str]:
     """Digest by input name, so that no path of this machine takes part in a run_id."""
-    return {name: digests.of(path) for name, path in inputs}
+    return {name: digests.of(path) if path else ABSENT for name, path in inputs}

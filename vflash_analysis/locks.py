@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -22,6 +23,7 @@ from vflash_analysis.errors import InputError
 
 LOCK_NAME = "LOCK"
 TOKEN_VARIABLE = "VFLASH_LOCK_TOKEN"
+MOST_PIDS = 2**22  # of a Linux kernel
 BEAT_S = 15.0
 SILENT_S = 300.0  # far above BEAT_S and above the minute for which NFS may show an old time stamp
 
@@ -133,13 +135,20 @@ class FolderLock:
     def _owner(self) -> dict[str, Any] | None:
         """What the lock file says; None where there is none, empty when it says no such thing."""
         try:
-            owner = json.loads(self.path.read_text())
+            if not stat.S_ISREG(self.path.stat().st_mode):  # reading a pipe would never end
+                return {}
+            owner = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError:
+        except (OSError, ValueError, RecursionError):
             return {}
-        known = isinstance(owner, dict) and isinstance(owner.get("pid"), int)
-        return owner if known else {}
+        if not isinstance(owner, dict) or type(owner.get("pid")) is not int:
+            return {}
+        texts = [owner.get(name) for name in ("host", "started", "since", "token")]
+        printable = all(
+            text is None or (isinstance(text, str) and text.isprintable()) for text in texts
+        )
+        return owner if 0 < owner["pid"] < MOST_PIDS and printable else {}
 
     def _remove_stale(self, token: str) -> None:
         """Move a dead process's lock away; of several that try, one succeeds."""

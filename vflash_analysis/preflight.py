@@ -10,20 +10,24 @@ them on its page. As the light commands load no model, they ask a process of its
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vflash_analysis import config, estimate, paths, sizes
+from vflash_analysis import config, estimate, paths
 from vflash_analysis.clips import suites
 from vflash_analysis.config import Profile
-from vflash_analysis.environment import MEMORY, row
+from vflash_analysis.environment import MEMORY, free_bytes, row
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.inputs import prompt_text
-from vflash_analysis.model.source import known_shape, stored_numbers, weight_files
+from vflash_analysis.model.source import (
+    folder_commits,
+    known_shape,
+    stored_numbers,
+    weight_files,
+)
 from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, TargetFiles, outline_target, read_files
 from vflash_analysis.sizes import TargetShape
@@ -38,29 +42,30 @@ def target_rows(profile: Profile) -> Rows:
     try:
         folder = config.target_folder(profile.target)
         files = read_files(folder, profile.target.revision or None)
-        target, shape = outline_target(files), sizes.read_shape(folder / "config.json")
+        target = outline_target(files)
         return [
-            *_checkpoint_rows(files, target, shape),
+            *_checkpoint_rows(files, target),
             *_token_rows(profile, target),
             *_prompt_rows(profile, target),
-            *_memory_rows(profile, shape),
+            *_memory_rows(profile, files.shape),
         ]
     except InputError as error:
         return [row("target files", None, "a checkpoint", False, str(error))]
 
 
-def _checkpoint_rows(files: TargetFiles, target: Target, shape: TargetShape) -> Rows:
+def _checkpoint_rows(files: TargetFiles, target: Target) -> Rows:
     weights = weight_files(files.folder)
     size = estimate.size(sum(path.stat().st_size for path in weights))
     found = f"{len(weights)} file{'s' * (len(weights) > 1)}, {size}"
-    held, needed = stored_numbers(files.folder), shape.parameters
+    held, needed = stored_numbers(files.folder), files.shape.parameters
     lacks = f"{files.folder}: found {held:,} stored numbers, allowed: {needed:,} or more"
     whole = held >= needed
     known = known_shape(files.config, files.name)
+    untold = "" if folder_commits(files.folder) else "the folder does not tell its commit"
     facts = "" if known is None else "every known fact of this checkpoint holds"
     return [
         row("target name", files.name, "any", True, facts),
-        row("target revision", files.revision, "any", True),
+        row("target revision", files.revision, "any", True, untold),
         row("target weights", found, "whole", whole, "" if whole else lacks),
         row("template", target.template_sha256[:16], "any", True, _shown(target.template_file)),
     ]
@@ -120,34 +125,33 @@ def _question(suite: suites.Suite) -> tuple[str, str]:
 
 def _memory_rows(profile: Profile, shape: TargetShape) -> Rows:
     own = estimate.sizes_of(profile, shape)
-    there = _device_bytes(profile.target.device)
+    device = profile.target.device
+    absent = device == "cuda" and not torch.cuda.is_available()
+    free = None if absent else free_bytes(device)
+    there = (
+        "no CUDA device" if absent else "unknown" if free is None else f"{estimate.size(free)} free"
+    )
     rows = []
     for stage, parts in estimate.memory(profile, own).items():
         total = sum(parts.values())
-        wanted = "a CUDA device" if there is None else f"at most {estimate.size(there)}"
-        ok = there is not None and total <= there
+        wanted = "a CUDA device" if absent else f"at most {there}"
+        ok = not absent and (free is None or total <= free)
         note = estimate.told_parts(parts)
         if not ok:
-            found = "no CUDA device" if there is None else estimate.size(there)
-            note = f"device: found {found}, allowed: {estimate.size(total)} or more; {note}"
+            note = f"device: found {there}, allowed: {estimate.size(total)} or more; {note}"
         rows.append(row(f"{MEMORY}{stage}", estimate.size(total), wanted, ok, note))
     return rows
 
 
-def _device_bytes(device: str) -> int | None:
-    """Memory of the profile's device; None where the profile wants a GPU and there is none."""
-    if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
-
-
 def main() -> int:
-    """Answer one request on standard input with one JSON line."""
+    """Answer one request on standard input with one JSON line; 2 on bad input."""
     request = json.loads(sys.stdin.read())
-    profile = config.load_profile(request["profile"], request["overrides"])
-    print(json.dumps({"rows": target_rows(profile)}))
+    try:
+        profile = config.load_profile(request["profile"], request["overrides"])
+        print(json.dumps({"rows": target_rows(profile)}))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis import config, paths, records
-from vflash_analysis.environment import MEMORY
+from vflash_analysis.devices import one_device
+from vflash_analysis.environment import MEMORY, row
 from vflash_analysis.errors import InputError
 from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
@@ -64,6 +65,12 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
+def _folders() -> dict[str, str]:
+    """Folders as a process that runs in the checkout must be told them."""
+    own = {"VFLASH_ROOT": str(paths.ROOT), "VFLASH_RUNS": str(paths.RUNS)}
+    return own | config.local_environment()
+
+
 def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
     """What `vflash_analysis.execute` needs to know."""
     return {
@@ -79,8 +86,7 @@ def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
         "timeout_s": limits.timeout_s,
         "start_timeout_s": limits.start_timeout_s,
         "environment": {
-            "VFLASH_ROOT": str(paths.ROOT),
-            "VFLASH_RUNS": str(paths.RUNS),
+            **_folders(),
             STALE_VARIABLE: "1" if keep_stale else "0",
             RUN_ID_VARIABLE: shard.run_id,
             "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel, whatever a user installed
@@ -192,13 +198,18 @@ def reopen_lacking(shards: Sequence[Shard]) -> list[str]:
     return reopened
 
 
-def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, Any]]:
+def ask_preflight(
+    profile: str, overrides: Mapping[str, Any], gpu: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """The rows of `preflight.target_rows`, from a process that may load what this one does not.
 
-    Without torch there are none: `environment_table` says that it is not installed.
+    Without torch there are none: `environment_table` says that it is not installed. Where that
+    process fails, its last line is the one row's note.
 
-    Raises:
-        InputError: that process failed; its last line is told.
+    Args:
+        profile: its name.
+        overrides: dotted setting to value.
+        gpu: what `one_device` gave.
     """
     if importlib.util.find_spec("torch") is None:
         return []
@@ -208,16 +219,16 @@ def ask_preflight(profile: str, overrides: Mapping[str, Any]) -> list[dict[str, 
         capture_output=True,
         text=True,
         cwd=paths.ROOT,
-        env={**os.environ, "VFLASH_ROOT": str(paths.ROOT)},
+        env={**os.environ, **_folders(), **(gpu or {})},
     )
     if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"the target cannot be looked at: {last}")
+        return [row("target files", None, "a checkpoint", False, f"cannot be looked at: {last}")]
     rows: list[dict[str, Any]] = json.loads(answer.stdout.splitlines()[-1])["rows"]
     return rows
 
 
-def _refuse_unfit(waiting: Sequence[Shard]) -> None:
+def _refuse_unfit(waiting: Sequence[Shard], say: Callable[[str], None]) -> None:
     """Refuse a run whose target or device cannot do it, before its first shard.
 
     Only a target that this machine brings, or one on a GPU, is looked at: a tracked one on the CPU
@@ -234,10 +245,13 @@ def _refuse_unfit(waiting: Sequence[Shard]) -> None:
     if settings.source is not None and settings.device == "cpu":
         return
     stages = {shard.stage for shard in waiting}
-    for row in ask_preflight(own["profile"], own["overrides"]):
-        spared = row["item"] == f"{MEMORY}drafter" and "drafter" not in stages
-        if not row["ok"] and not spared:
-            raise InputError(f"{row['item']}: {row['note']}")
+    # Its memory is looked at as a shard will find it: not while another shard computes there.
+    with one_device(needy.device, "the look at the target", say) as gpu:
+        rows = ask_preflight(own["profile"], own["overrides"], gpu)
+    for told in rows:
+        spared = told["item"] == f"{MEMORY}drafter" and "drafter" not in stages
+        if not told["ok"] and not spared:
+            raise InputError(f"{told['item']}: {told['note']}")
 
 
 def select(shards: Sequence[Shard], only: Sequence[str]) -> list[Shard]:
@@ -285,7 +299,7 @@ def run_plan(
     absent = missing_inputs(waiting)
     if absent:
         raise InputError(absent[0])
-    _refuse_unfit(waiting)
+    _refuse_unfit(waiting, lambda told: print(told, file=stream or sys.stderr))
     summary = Summary(profile)
     finished = {shard.name for shard in shards if shard.done}
     outcomes: list[Outcome] = []

@@ -18,9 +18,11 @@ from typing import Any
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json
+from vflash_analysis.strict import shown
 
 FRAMES_PER_CHUNK = 16  # frames of one pass through the vision tower
 LONG_PROMPT = 4096  # rows; a longer prompt's MLPs run on so many at a time
+MOST, MOST_LAYERS = 10**7, 1000  # that a config may give for a width or count, and for layers
 LOGITS_BYTES = 2**28
 """Of one copy of the logits that training scores at a time; some five such copies live at its peak
 (logits, their softmax, the allowed ones, temporaries). 441 rows of a 152,128-token vocabulary in
@@ -203,24 +205,30 @@ def read_shape(path: Path) -> TargetShape:
     """The shape that a checkpoint's `config.json` gives.
 
     Raises:
-        InputError: the file is not there, or leaves out a number that is needed; names file and key.
+        InputError: the file is not there, leaves out a number that is needed, or has one that no
+            model can have; names file and key.
     """
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: found a JSON {type(config).__name__}, allowed: an object")
-    text = config.get("text_config", config)
+    config = _object(str(path), read_json(path))
+    text = _object(f"{path}: text_config", config.get("text_config", config))
     numbers = {
-        name: _number(path, "text_config", text, key)
-        for name, key in (
-            ("num_layers", "num_hidden_layers"),
-            ("hidden_size", "hidden_size"),
-            ("num_attention_heads", "num_attention_heads"),
-            ("num_key_value_heads", "num_key_value_heads"),
-            ("intermediate_size", "intermediate_size"),
-            ("vocab_size", "vocab_size"),
+        name: _number(path, "text_config", text, key, most)
+        for name, key, most in (
+            ("num_layers", "num_hidden_layers", MOST_LAYERS),
+            ("hidden_size", "hidden_size", MOST),
+            ("num_attention_heads", "num_attention_heads", MOST),
+            ("num_key_value_heads", "num_key_value_heads", MOST),
+            ("intermediate_size", "intermediate_size", MOST),
+            ("vocab_size", "vocab_size", MOST),
         )
     }
-    head_dim = text.get("head_dim") or numbers["hidden_size"] // numbers["num_attention_heads"]
+    hidden, heads = numbers["hidden_size"], numbers["num_attention_heads"]
+    if text.get("head_dim") is not None:
+        head_dim = _number(path, "text_config", text, "head_dim")
+    else:
+        head_dim = hidden // heads
+        _check_divides(path, "text_config", "num_attention_heads", heads, "hidden_size", hidden)
+    groups = numbers["num_key_value_heads"]
+    _check_divides(path, "text_config", "num_key_value_heads", groups, "num_attention_heads", heads)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     vision = config.get("vision_config")
     return TargetShape(
@@ -228,28 +236,47 @@ def read_shape(path: Path) -> TargetShape:
         head_dim=head_dim,
         qkv_bias=text.get("model_type") == "qwen2" or bool(text.get("attention_bias")),
         tied=bool(tied),
-        vision=None if vision is None else _vision_shape(path, vision),
+        vision=None
+        if vision is None
+        else _vision_shape(path, _object(f"{path}: vision_config", vision)),
     )
+
+
+def _object(place: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: found a JSON {type(value).__name__}, allowed: an object")
+    return value
+
+
+def _check_divides(
+    path: Path, section: str, key: str, value: int, whole_key: str, whole: int
+) -> None:
+    if whole % value:
+        raise InputError(
+            f"{path}: {section}.{key}: found {value}, allowed: a divisor of {whole_key} ({whole})"
+        )
 
 
 def _vision_shape(path: Path, vision: Mapping[str, Any]) -> VisionShape:
-    def number(key: str) -> int:
-        return _number(path, "vision_config", vision, key)
+    def number(key: str, most: int = MOST) -> int:
+        return _number(path, "vision_config", vision, key, most)
 
+    side = number("image_size")
     return VisionShape(
-        number("num_hidden_layers"),
+        number("num_hidden_layers", MOST_LAYERS),
         number("hidden_size"),
         number("intermediate_size"),
-        number("image_size"),
-        number("patch_size"),
+        side,
+        number("patch_size", side),
     )
 
 
-def _number(path: Path, section: str, values: Mapping[str, Any], key: str) -> int:
+def _number(path: Path, section: str, values: Mapping[str, Any], key: str, most: int = MOST) -> int:
     value = values.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise InputError(
-            f"{path}: {section}.{key}: found {value!r}, allowed: a whole number from 1 up"
+            f"{path}: {section}.{key}: found {shown(value)}, allowed: a whole number from 1 to "
+            f"{most}"
         )
     return value
 

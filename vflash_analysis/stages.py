@@ -312,17 +312,20 @@ def _descriptions(profile: Profile) -> dict[str, Any]:
     return described
 
 
-def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
-    """Files from outside the run that the stage reads, by name."""
-    files: list[tuple[str, Path]] = []
-    if stage.name == "target" and profile.target.source != config.TINY_TARGET:
+def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path | None]]:
+    """Files from outside the run that the stage reads, by name; None: this machine names no folder."""
+    files: list[tuple[str, Path | None]] = []
+    if stage.name == "target" and profile.target.source is None:
+        files.append(("target", config.local_paths().get("target")))
+    elif stage.name == "target" and profile.target.source != config.TINY_TARGET:
         files.append(("target", config.target_folder(profile.target)))
     if stage.name == "clips" and profile.clips.source == "suites":
         lists = paths.ROOT / (profile.clips.frozen_lists or "")
         if profile.clips.frozen_lists and lists.is_dir():
             files.append(("frozen_lists", lists))
         if profile.clips.training_list and not profile.clips.training_corpus:
-            files.append(("training_list", config.data_folder() / profile.clips.training_list))
+            folder = config.local_paths().get("data")
+            files.append(("training_list", folder and folder / profile.clips.training_list))
     if stage.name == "drafter" and profile.drafter.source:
         files.append(("drafter", paths.ROOT / profile.drafter.source))
     if stage.name == "ablations" and profile.name == config.TRACKED_PROFILE:
@@ -366,7 +369,8 @@ def plan(
         more_drafters: drafters to train beyond those of the profile.
 
     Raises:
-        InputError: a bad setting, a missing folder of this machine, code that does not parse.
+        InputError: a bad setting, or code that does not parse. Files that are not there are
+            `missing_inputs`'s to tell.
     """
     overrides = dict(overrides or {})
     profile = config.load_profile(profile_name, overrides)
@@ -422,8 +426,14 @@ _DECIDED_BY = {
 }
 
 
+_NO_FOLDER = {
+    "target": "none; set VFLASH_TARGET or `target:` in local.yaml to the checkpoint's folder",
+    "training_list": "no folder; set VFLASH_DATA or `data:` in local.yaml to the videos'",
+}
+
+
 def missing_inputs(shards: list[Shard]) -> list[str]:
-    """One line per input file that is not there: the shard, what decides it, and where it was sought."""
+    """One line per input file that is not there: the shard, what decides it, where it was sought."""
     lines = []
     for shard in shards:
         absent = [name for name, digest in shard.inputs.items() if digest == identity.ABSENT]
@@ -432,9 +442,8 @@ def missing_inputs(shards: list[Shard]) -> list[str]:
                 shard.parameters["profile"], shard.parameters["overrides"]
             )
             places = dict(input_files(profile, STAGES[shard.stage]))
-            lines += [
-                f"{shard.name}: {_DECIDED_BY.get(name, name)}: found nothing at "
-                f"{paths.relative_to_root(places[name])}"
-                for name in absent
-            ]
+            for name in absent:
+                place = places[name]
+                found = f"nothing at {paths.relative_to_root(place)}" if place else _NO_FOLDER[name]
+                lines.append(f"{shard.name}: {_DECIDED_BY.get(name, name)}: found {found}")
     return lines

@@ -28,7 +28,6 @@ from vflash_analysis.model.inputs import parse_frame_preprocessing, read_chat_te
 from vflash_analysis.model.source import (
     check_full_attention,
     check_known,
-    check_revision,
     check_weights,
     folder_name,
     folder_revision,
@@ -389,11 +388,58 @@ def test_a_known_name_stands_for_its_checkpoint(copy, name, width):
     assert load_target(named.rename(copy), "float32", "cpu").source == copy.name
 
 
-def test_revision_of_a_hub_cache_folder(tmp_path):
-    snapshot = tmp_path / "models--x" / "snapshots" / "0d5068"
-    snapshot.mkdir(parents=True)
-    assert folder_revision(snapshot) == "0d5068"
-    assert folder_revision(tmp_path) == "local"
+ONE, OTHER = "0d5068" + "a" * 34, "1" * 40
+
+
+def hub_cache(place):
+    folder = place / "models--org--name" / "snapshots" / ONE
+    folder.mkdir(parents=True)
+    return folder
+
+
+def downloaded(place, *commits):
+    """A folder as `hf download --local-dir` leaves it, a file of each commit."""
+    notes = place / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    for number, commit in enumerate(commits):
+        (place / f"{number}.json").touch()
+        (notes / f"{number}.json.metadata").write_text(f"{commit}\netag\n1.5\n")
+    (notes / "removed.json.metadata").write_text(f"{OTHER}\netag\n1.5\n")
+    (notes / "0.json.lock").touch()
+    return place
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted", "found"),
+    [
+        (hub_cache, None, ONE),
+        (hub_cache, ONE, ONE),
+        (lambda place: downloaded(place, ONE, ONE), None, ONE),
+        (lambda place: downloaded(place, ONE), ONE, ONE),
+        (lambda place: downloaded(place, ONE, OTHER), None, "local"),
+        (lambda place: downloaded(place, "no commit"), None, "local"),
+        (lambda place: place, None, "local"),
+        (lambda place: place, "pocket-1", "pocket-1"),  # our own name, which claims no commit
+        (lambda place: place, ONE, f"{ONE}, as configured"),
+        (lambda place: place, ONE[:7], f"{ONE[:7]}, as configured"),
+        (lambda place: place, "main", "main, as configured"),
+    ],
+)
+def test_the_revision_recorded_is_the_folders_own(tmp_path, make, wanted, found):
+    assert folder_revision(make(tmp_path), wanted) == found
+
+
+@pytest.mark.parametrize("make", [hub_cache, lambda place: downloaded(place, ONE)])
+@pytest.mark.parametrize("wanted", [OTHER, ONE[:7], "main", "pocket-1"])
+def test_another_revision_than_the_folders_is_refused(tmp_path, make, wanted):
+    with pytest.raises(InputError, match=rf"target\.revision: found {wanted}, allowed: {ONE}, "):
+        folder_revision(make(tmp_path), wanted)
+
+
+def test_a_folder_of_several_commits_is_of_none(tmp_path):
+    folder = downloaded(tmp_path, ONE, OTHER)
+    with pytest.raises(InputError, match=f"holds files of {ONE} and {OTHER}, allowed: those of"):
+        folder_revision(folder, ONE)
 
 
 def seven_b_config(**text_changes):
@@ -480,7 +526,6 @@ def test_another_commit_than_the_one_asked_for_is_refused(copy, tmp_path):
     with pytest.raises(InputError, match=rf"target\.revision: found {other}, allowed: {one}"):
         load_target(snapshot, "float32", "cpu", revision=other)
     assert load_target(snapshot, "float32", "cpu", revision=one).revision == one
-    check_revision(tmp_path, other)  # nothing in the path tells another commit
 
 
 def test_an_outline_builds_the_same_prompts_and_reads_one_tensor(saved, monkeypatch):
@@ -511,7 +556,8 @@ def test_an_embedding_of_another_shape_is_named(copy):
     content = json.loads((copy / "config.json").read_text())
     edit_json(copy / "config.json", text_config={**content["text_config"], "vocab_size": 50})
     with pytest.raises(
-        InputError, match=r"embed_tokens\.weight: found \(\d+, 32\), allowed: \(50, 32\)"
+        InputError,
+        match=r"embed_tokens\.weight: found torch.float32 \(\d+, 32\), allowed: floats \(50, 32\)",
     ):
         outline_target(read_files(copy))
 

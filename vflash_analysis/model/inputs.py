@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch.nn import functional
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.source import read_object
+from vflash_analysis.model.source import read_object, reading
+from vflash_analysis.strict import Bounds, convert
 
 if TYPE_CHECKING:
     from vflash_analysis.model.frozen import Target
 
 # Interpolation codes of preprocessor files (Pillow's) that a video model may ask for.
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
+_SIDE = Annotated[int, Bounds(1, 16384)]  # pixels
+_RESCALE = Annotated[float, Bounds(1e-6, 1)]
+_MEAN, _STD = Annotated[float, Bounds(-1000, 1000)], Annotated[float, Bounds(1e-6, 1000)]
 FRAMES_AT_ONCE = 4  # in fp32 and in their own size: 128 frames of 1080p would be 3.2 GB
 
 
@@ -42,7 +46,8 @@ def read_chat_template(folder: Path) -> tuple[str, str] | None:
     """
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8"), str(jinja)
+        with reading(f"{jinja}: not readable as text"):
+            return jinja.read_text(encoding="utf-8"), str(jinja)
     for name in ("chat_template.json", "processor_config.json"):
         path = folder / name
         if path.is_file():
@@ -83,14 +88,15 @@ def parse_frame_preprocessing(settings: Mapping[str, Any], file: str) -> FramePr
     size = settings.get("size")
     if not isinstance(size, Mapping) or not {"height", "width"} <= set(size):
         raise InputError(f"{file}: size: found {size!r}, allowed: height and width")
+    height, width = (convert(size[s], _SIDE, f"{file}: size.{s}") for s in ("height", "width"))
     for step in ("do_center_crop", "do_pad"):
-        if settings.get(step) and not (step == "do_pad" and size["height"] == size["width"]):
+        if settings.get(step) and not (step == "do_pad" and height == width):
             raise InputError(f"{file}: {step}: found true, allowed: false")
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if settings.get(step, True) is not True:
             raise InputError(f"{file}: {step}: found {settings[step]!r}, allowed: true")
     resample = settings.get("resample", 3)
-    if resample not in RESAMPLING:
+    if not isinstance(resample, int) or resample not in RESAMPLING:
         raise InputError(f"{file}: resample: found {resample!r}, allowed: {RESAMPLING}")
     mean, std = settings.get("image_mean"), settings.get("image_std")
     for name, values in (("image_mean", mean), ("image_std", std)):
@@ -98,12 +104,14 @@ def parse_frame_preprocessing(settings: Mapping[str, Any], file: str) -> FramePr
             raise InputError(f"{file}: {name}: found {values!r}, allowed: three numbers")
     assert mean is not None and std is not None
     return FramePreprocessing(
-        height=int(size["height"]),
-        width=int(size["width"]),
+        height=height,
+        width=width,
         interpolation=RESAMPLING[resample],
-        rescale_factor=float(settings.get("rescale_factor", 1 / 255)),
-        mean=tuple(float(value) for value in mean),
-        std=tuple(float(value) for value in std),
+        rescale_factor=convert(
+            settings.get("rescale_factor", 1 / 255), _RESCALE, f"{file}: rescale_factor"
+        ),
+        mean=tuple(convert(value, _MEAN, f"{file}: image_mean") for value in mean),
+        std=tuple(convert(value, _STD, f"{file}: image_std") for value in std),
         file=file,
     )
 
@@ -153,13 +161,17 @@ def user_turn(target: Target, content: str | list[dict[str, str]]) -> str:
     Args:
         target: its tokenizer and chat template are used.
         content: a text, or parts of a kind each as templates with pictures take them.
+
+    Raises:
+        InputError: the template is no template, or fails on such a turn.
     """
-    text: str = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}],
-        chat_template=target.template,
-        add_generation_prompt=True,
-        tokenize=False,
-    )
+    with reading(f"{target.template_file}: the chat template cannot be filled"):
+        text: str = target.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            chat_template=target.template,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
     return text
 
 
@@ -169,8 +181,13 @@ def prompt_text(target: Target, question: str) -> str:
 
 
 def turn_ids(target: Target, text: str) -> list[int]:
-    """Token ids of a turn; its special tokens are spelt out by the template."""
-    ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    """Token ids of a turn; its special tokens are spelt out by the template.
+
+    Raises:
+        InputError: the tokenizer's files load, but do not make a tokenizer that works.
+    """
+    with reading(f"{target.source}: tokenizer.json or tokenizer_config.json: not usable"):
+        ids: list[int] = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 

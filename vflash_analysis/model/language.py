@@ -8,7 +8,6 @@ file's size in memory; how much is said before it is taken. Reading one needs th
 """
 
 import math
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,7 @@ def load_language_model(
     options: dict[str, Any] = {"local_files_only": True}
     if place.is_dir():
         folder = folders.check_folder(place)
+        folders.check_objects(folder)
         folders.check_weights(folder)
         name, sha256 = folders.folder_name(folder), folders.folder_sha256(folder)
         revision = folders.folder_revision(folder)
@@ -63,16 +63,16 @@ def load_language_model(
         check_gguf(place, torch_dtype, log)
         folder, options["gguf_file"] = place.parent, place.name
         name, sha256, revision = place.stem, sha256_of_file(place), "local"
-    config = AutoConfig.from_pretrained(folder, **options)
-    check_config(config, str(place), reads_video=False)
-    try:
+    with folders.reading(f"{place}: config not usable"):
+        config = AutoConfig.from_pretrained(folder, **options)
+        check_config(config, str(place), reads_video=False)
+    with folders.reading(f"{place}: not loadable"):  # it writes no text, or cannot be expanded
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch_dtype, output_loading_info=True, **options
         )
-    except ValueError as error:  # a model that writes no text, or a tensor that cannot be expanded
-        raise InputError(f"{place}: {str(error).splitlines()[0]}") from error
     check_loaded(place, model, info, torch_dtype)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    with folders.reading(f"{place}: tokenizer not usable"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     target = Target(model.to(device), tokenizer, None, attention, None, name, sha256, revision)
     _check_decoder(target, place)
     make_ready(target, place)
@@ -89,18 +89,14 @@ def check_gguf(file: Path, dtype: torch.dtype, log: Callable[[str], None] = prin
     if not file.is_file():
         raise InputError(f"{file}: found no file, allowed: a GGUF file or a local folder")
     size = file.stat().st_size
-    try:
+    with folders.reading(f"{file}: {size} bytes, no GGUF file"):
         architecture = str(read_gguf_metadata(str(file))[0]["general.architecture"])
-    except (ValueError, IndexError, struct.error) as error:
-        raise InputError(f"{file}: {size} bytes, no GGUF file ({error})") from error
     known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - set(NOT_ARCHITECTURES))
     if architecture not in known:
         raise InputError(f"{file}: GGUF architecture {architecture!r}, allowed: {', '.join(known)}")
-    try:
+    with folders.reading(f"{file}: {size} bytes, no readable tensors"):
         header = GgufHeader.from_file(str(file))
         end = header.data_start + max(t.offset + t.nbytes for t in header.tensors)
-    except (ValueError, IndexError, struct.error) as error:
-        raise InputError(f"{file}: {size} bytes, no readable tensors ({error})") from error
     if end > size:
         raise InputError(f"{file}: {size} bytes, no whole GGUF file (its tensors end at {end})")
     if not is_gguf_available():

@@ -12,7 +12,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +36,56 @@ KNOWN_SHAPES: Mapping[str, TargetShape] = {
 }
 _FACTS = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HUB_REVISION = re.compile(
+    r"[0-9a-f]{7,40}|main|refs/.+"
+)  # says which commit; other names are ours
+# What Hugging Face reads of a checkpoint; each is one JSON object.
+_OBJECTS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "processor_config.json",
+    "chat_template.json",
+)
+
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
 
 _SAMPLE_BYTES = 1 << 20
 _HASHED_WHOLE = 64 << 20
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Make one line of whatever a library raises over a damaged file.
+
+    Args:
+        what: the file and what it is not, as the line begins.
+
+    Raises:
+        InputError: something was raised inside.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # no list could be whole: the libraries promise none
+        told = " ".join(str(error).split())[:300]
+        raise InputError(f"{what} ({type(error).__name__}: {told})") from error
+
+
+def check_objects(folder: Path) -> None:
+    """Refuse JSON files of a checkpoint that are no JSON objects.
+
+    Raises:
+        InputError: names the first one.
+    """
+    for name in _OBJECTS:
+        if (folder / name).is_file():
+            read_object(folder / name)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -63,7 +111,7 @@ def check_safetensors(path: Path) -> None:
     try:
         with safe_open(path, framework="pt"):
             return
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise InputError(f"{path}: {size} bytes, no whole safetensors file ({error})") from error
 
@@ -79,6 +127,12 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index}: found no weight_map")
+        for name in weight_map.values():
+            if not isinstance(name, str) or not _SHARD.fullmatch(name):
+                raise InputError(
+                    f"{index}: weight_map: found {str(name)[:60]!r}, allowed: names of .safetensors "
+                    "files beside it"
+                )
         return [folder / name for name in sorted(set(weight_map.values()))]
     single = folder / "model.safetensors"
     if single.is_file():
@@ -177,10 +231,45 @@ def folder_name(folder: Path) -> str:
     return Path(os.path.abspath(folder)).name
 
 
-def folder_revision(folder: Path) -> str:
-    """Revision of a folder in a Hugging Face cache (`.../snapshots/<commit>`), else "local"."""
+def folder_commits(folder: Path) -> list[str]:
+    """Commits of the hub that a folder says its files are of, sorted; none where it says nothing.
+
+    A folder of a Hugging Face cache is named by its commit (`.../snapshots/<commit>`);
+    `hf download --local-dir` keeps it in the first line of
+    `.cache/huggingface/download/<file>.metadata`.
+    """
     resolved = folder.resolve()
-    return resolved.name if resolved.parent.name == "snapshots" else "local"
+    if resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name):
+        return [resolved.name]
+    found = set()
+    for note in (folder / ".cache" / "huggingface" / "download").glob("*.metadata"):
+        if (folder / note.stem).is_file() and note.is_file():
+            found.add(note.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip())
+    return sorted(commit for commit in found if _COMMIT.fullmatch(commit))
+
+
+def folder_revision(folder: Path, wanted: str | None = None) -> str:
+    """The revision that records show for a folder.
+
+    Its own commit, if it says one. Else the one asked for, marked "as configured" where it names a
+    commit or branch of a hub, of which the folder is no proof; else "local".
+
+    Raises:
+        InputError: the folder says another commit than the one asked for, or several.
+    """
+    commits = folder_commits(folder)
+    if wanted and commits and commits != [wanted]:
+        raise InputError(
+            f"target.revision: found {wanted}, allowed: {commits[0]}, which {folder} holds"
+            if len(commits) == 1
+            else f"target.revision: found {wanted}, but {folder} holds files of "
+            f"{' and '.join(commits)}, allowed: those of one commit"
+        )
+    if len(commits) == 1:
+        return commits[0]
+    if wanted and _HUB_REVISION.fullmatch(wanted):
+        return f"{wanted}, as configured"
+    return wanted or "local"
 
 
 def rope_theta(text_config: Any) -> float | None:
@@ -303,14 +392,21 @@ def check_known(
         raise InputError(f"{folder} is no such LLaVA-OneVision: {'; '.join(wrong)}")
 
 
-def check_revision(folder: Path, wanted: str | None) -> None:
-    """Refuse a folder of a Hugging Face cache that holds another commit than the one asked for.
+def check_numbers(file: Path, config: Any) -> None:
+    """Refuse token ids that are no rows of the embedding, and a model without positions.
 
-    A folder without a commit in its path cannot be told from its revision; it passes.
+    Args:
+        file: the config's, for messages.
+        config: a video language model's.
 
     Raises:
-        InputError: names both commits.
+        InputError: names file and key.
     """
-    found = folder_revision(folder)
-    if wanted and _COMMIT.fullmatch(wanted) and _COMMIT.fullmatch(found) and wanted != found:
-        raise InputError(f"target.revision: found {wanted}, allowed: {found}, which {folder} holds")
+    text = config.get_text_config(decoder=True)
+    for name, value, low, high in (
+        ("video_token_id", config.video_token_id, 0, text.vocab_size - 1),
+        ("image_token_id", config.image_token_id, 0, text.vocab_size - 1),
+        ("text_config.max_position_embeddings", text.max_position_embeddings, 1, 10**9),
+    ):
+        if not isinstance(value, int) or not low <= value <= high:
+            raise InputError(f"{file}: {name}: found {value!r}, allowed: {low} to {high}")

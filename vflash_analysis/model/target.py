@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -18,6 +19,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from vflash_analysis import sizes
 from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs, text_stack
 from vflash_analysis.model import source as folders
@@ -55,6 +57,7 @@ class TargetFiles:
 
     Attributes:
         folder: the checkpoint's. name, revision: as records show them.
+        shape: sizes that its config gives.
         config, generation_config: Hugging Face's objects.
         tokenizer: its tokenizer. template: its chat template and that one's file, None where only
             the tokenizer has one.
@@ -64,6 +67,7 @@ class TargetFiles:
     folder: Path
     name: str
     revision: str
+    shape: sizes.TargetShape
     config: Any
     generation_config: Any
     tokenizer: Any
@@ -76,41 +80,61 @@ def read_files(source: str | Path, revision: str | None = None) -> TargetFiles:
 
     Args:
         source: the folder.
-        revision: the one asked for; None reads it from a Hugging Face cache's folder name.
+        revision: the one asked for, if any; see `source.folder_revision`.
 
     Raises:
         InputError: the folder, a file in it, the model's kind, a fact of a known checkpoint or the
             revision is not as it must be; names file and key.
     """
     folder = folders.check_folder(source)
-    folders.check_revision(folder, revision)
+    revision = folders.folder_revision(folder, revision)
+    folders.check_objects(folder)
     folders.check_weights(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    check_config(config, str(folder))
+    file, name = folder / "config.json", folders.folder_name(folder)
+    shape = sizes.read_shape(file)
     preprocessing = inputs.read_frame_preprocessing(folder)
-    name = folders.folder_name(folder)
-    shape = folders.known_shape(config, name)
-    if shape is not None:
-        folders.check_known(folder, config, shape, preprocessing)
+    with folders.reading(f"{file}: not usable"):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        check_config(config, str(folder))
+        folders.check_numbers(file, config)
+        known = folders.known_shape(config, name)
+        if known is not None:
+            folders.check_known(folder, config, known, preprocessing)
     image_size = config.vision_config.image_size
     if (preprocessing.height, preprocessing.width) != (image_size, image_size):
         raise InputError(
             f"{preprocessing.file}: size: found {preprocessing.height} x {preprocessing.width}, "
             f"allowed: the vision tower's {image_size} x {image_size}"
         )
-    stops = folder / "generation_config.json"
+    template = inputs.read_chat_template(folder)  # before Hugging Face, which would not name it
     return TargetFiles(
         folder,
         name,
-        folders.folder_revision(folder) if revision is None else revision,
+        revision,
+        shape,
         config,
-        GenerationConfig.from_pretrained(folder, local_files_only=True)
-        if stops.is_file()
-        else GenerationConfig.from_model_config(config),
-        AutoTokenizer.from_pretrained(folder, local_files_only=True),
-        inputs.read_chat_template(folder),
+        _read_generation_config(folder, config),
+        _read_tokenizer(folder),
+        template,
         preprocessing,
     )
+
+
+def _read_generation_config(folder: Path, config: Any) -> GenerationConfig:
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return GenerationConfig.from_model_config(config)
+    with folders.reading(f"{file}: not usable"):
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
+def _read_tokenizer(folder: Path) -> Any:
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        with folders.reading(f"{file}: not usable"):
+            Tokenizer.from_file(str(file))
+    with folders.reading(f"{folder / 'tokenizer_config.json'}: not usable"):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def _target(files: TargetFiles, model: Any, attention: str, sha256: str) -> Target:
@@ -152,13 +176,14 @@ def load_target(
     torch_dtype = check_arguments(dtype, device, attention)
     files = read_files(folder, revision)
     _log.info("loading %s in %s", folder, torch_dtype)
-    model, info = AutoModelForImageTextToText.from_pretrained(
-        folder,
-        config=files.config,
-        dtype=torch_dtype,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    with folders.reading(f"{folder}: not loadable"):
+        model, info = AutoModelForImageTextToText.from_pretrained(
+            folder,
+            config=files.config,
+            dtype=torch_dtype,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     check_loaded(folder, model, info, torch_dtype)
     # Only moved: `.to(dtype)` would also round the rotary frequencies, which stay fp32.
     target = _target(files, model.to(device), attention, folders.folder_sha256(folder))
@@ -176,15 +201,16 @@ def outline_target(files: TargetFiles) -> Target:
     Raises:
         InputError: the weights hold no input embedding, or the target cannot be used.
     """
-    with torch.device("meta"):
+    with folders.reading(f"{files.folder / 'config.json'}: not usable"), torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(files.config)
     model.generation_config = files.generation_config
     embedding = model.get_input_embeddings()
-    weight = folders.read_tensor(files.folder, "embed_tokens.weight")
-    if weight.shape != embedding.weight.shape:
+    with folders.reading(f"{files.folder}: embed_tokens.weight: not readable"):
+        weight = folders.read_tensor(files.folder, "embed_tokens.weight")
+    if weight.shape != embedding.weight.shape or not weight.is_floating_point():
         raise InputError(
-            f"{files.folder}: embed_tokens.weight: found {tuple(weight.shape)}, allowed: "
-            f"{tuple(embedding.weight.shape)} as config.json says"
+            f"{files.folder}: embed_tokens.weight: found {weight.dtype} {tuple(weight.shape)}, "
+            f"allowed: floats {tuple(embedding.weight.shape)} as config.json says"
         )
     embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
     return _target(files, model, NAME, "")

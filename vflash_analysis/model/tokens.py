@@ -5,22 +5,31 @@ from typing import Any
 import torch
 
 from vflash_analysis.errors import InputError
+from vflash_analysis.strict import shown
 
 
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Union of the stop tokens of generation config, config, text config and tokenizer."""
-    found: set[int] = set()
-    for holder in (
-        model.generation_config,
-        model.config,
-        model.config.get_text_config(decoder=True),
-        tokenizer,
+    """Union of the stop tokens of generation config, config, text config and tokenizer.
+
+    Raises:
+        InputError: one is no row of the embedding.
+    """
+    text_config = model.config.get_text_config(decoder=True)
+    rows, found = text_config.vocab_size, set()
+    for file, holder in (
+        ("generation_config.json", model.generation_config),
+        ("config.json", model.config),
+        ("config.json: text_config", text_config),
+        ("tokenizer_config.json", tokenizer),
     ):
         value = getattr(holder, "eos_token_id", None)
-        if isinstance(value, int):
-            found.add(value)
-        elif value is not None:
-            found.update(int(token_id) for token_id in value)
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id < rows:
+                raise InputError(
+                    f"{file}: eos_token_id: found {shown(value)}, allowed: ids from 0 to {rows - 1}"
+                )
+            found.add(token_id)
     return frozenset(found)
 
 
