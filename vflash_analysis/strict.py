@@ -2,16 +2,17 @@
 
 A message names the setting, what was found and what is allowed. Types understood: dataclasses,
 `tuple[X, ...]`, `Literal` of texts, unions, int, float, str, bool and None; a number's range is
-written as `Annotated[int, Bounds(1, 16)]`.
+written as `Annotated[int, Bounds(1, 16)]`, a text's form as `Annotated[str, HEX_SHA256]`.
 """
 
 import dataclasses
 import json
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -33,6 +34,46 @@ class Bounds:
             if self.high == float("inf")
             else f"{self.low:g} to {self.high:g}"
         )
+
+    def fits(self, value: float) -> bool:
+        """Whether a number lies in the range."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a text must be, in words and as a test."""
+
+    words: str
+    fits: Callable[[str], Any]
+
+    def __str__(self) -> str:
+        return self.words
+
+
+TEXT = "without NUL or lone surrogates"
+HEX_SHA256 = Form("64 hex digits", re.compile("[0-9a-f]{64}").fullmatch)
+
+
+def is_text(value: str) -> bool:
+    """Whether a text can be a path and be written as UTF-8: no NUL and no half of a pair."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def is_below(path: str) -> bool:
+    """Whether a path stays below the folder that it counts from, links aside; `.` is that folder."""
+    pure = PurePosixPath(path)
+    inside = not pure.is_absolute() and ".." not in pure.parts
+    return inside and bool(path.strip()) and is_text(path)
+
+
+def _is_pattern(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return is_below(path) and bool(parts) and all(p == "**" for p in parts if "**" in p)
+
+
+BELOW = Form("a path below its folder, without `..`", is_below)
+PATTERN = Form("a pattern of paths below its folder, without `..`", _is_pattern)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -84,8 +125,8 @@ def shown(value: Any) -> str:
     )
     try:
         text = json.dumps(value, default=str)
-    except ValueError:
-        text = str(value)
+    except (ValueError, RecursionError):  # a number too long or a list too deep to be shown
+        text = "of too many digits or brackets"
     return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
@@ -113,9 +154,9 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         number = convert(value, arguments[0], name)
-        bounds: Bounds = arguments[1]
-        if not bounds.low <= number <= bounds.high:
-            raise InputError(f"{name}: found {shown(value)}, allowed: {bounds}")
+        rule: Bounds | Form = arguments[1]
+        if not rule.fits(number):
+            raise InputError(f"{name}: found {shown(value)}, allowed: {rule}")
         return number
     refusal = InputError(f"{name}: found {shown(value)}, allowed: {_allowed(kind)}")
     if dataclasses.is_dataclass(kind):
@@ -145,6 +186,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
             return float(value)
         except OverflowError:
             raise InputError(f"{name}: found {shown(value)}, allowed: a finite number") from None
+    if kind is str and isinstance(value, str) and not is_text(value):
+        raise InputError(f"{name}: found {shown(value)}, allowed: text {TEXT}")
     if kind in (int, bool, str, type(None)) and type(value) is kind:
         return value
     raise refusal

@@ -178,6 +178,22 @@ def test_metadata_that_is_not_as_described_is_named(tmp_path: Path) -> None:
         suite_videos(SUITES["VDC"], tmp_path)
 
 
+@pytest.mark.parametrize("file", ["../7.mp4", "a/../../7.mp4", "/7.mp4", "a\0.mp4"])
+def test_a_video_outside_the_datasets_folder_is_refused(tmp_path: Path, file: str) -> None:
+    make_lvb(tmp_path)
+    metadata = tmp_path / "longvideobench" / "LongVideoBench" / "lvb_val.json"
+    put_rows(metadata, [{"video_id": "7", "video_path": file}])
+    with pytest.raises(InputError, match=r"lvb_val\.json.*video.*found text.*allowed") as caught:
+        suite_videos(SUITES["LVB"], tmp_path)
+    assert json.dumps(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_pattern_of_folders_that_matches_none_leaves_missing_files(tmp_path: Path) -> None:
+    make_lvb(tmp_path)
+    (clip, *_) = suite_videos(replace(SUITES["LVB"], videos="part_*"), tmp_path)
+    assert clip.path.endswith("/part_*/7.mp4") and not Path(clip.path).exists()
+
+
 def test_archives_that_were_not_unpacked_are_named(tmp_path: Path) -> None:
     make_video_mme(tmp_path)
     base = tmp_path / "Video-MME"
@@ -309,6 +325,17 @@ def test_all_twenty_tasks_stand_in_the_file_once() -> None:
         ({"extensions": ".mp4"}, "extensions"),
         ({"licence": None, "colour": "red"}, "colour"),
         ({"hub_id": ...}, "hub_id"),
+        ({"hub_id": "/org/name"}, "hub_id.*below"),
+        ({"split": "a\0"}, "split.*without NUL"),
+        *(
+            ({key: text}, rf"VDC\.yaml\.{key}: found text .*, allowed: .* below")
+            for key, texts in {
+                "metadata": ("", " ", ".", "/x/*.json", "../*.json", "a**.json"),
+                "videos": ("", "/videos", "x/../../videos"),
+                "archives": ("/x.zip", "../x.zip"),
+            }.items()
+            for text in texts
+        ),
     ],
 )
 def test_a_description_with_a_wrong_key_is_refused_by_name(
@@ -519,30 +546,6 @@ def test_a_suite_is_one_row_and_one_function(tmp_path: Path) -> None:
     put_rows(base / "meta" / "val.json", [{"video_id": "7", "video_path": "7"}])
     put(base / "clips" / "7.mkv")
     assert suite_videos(suite, tmp_path)[0].path == str(base / "clips" / "7.mkv")
-
-
-def test_a_training_corpus_is_described_in_the_same_form(tmp_path: Path) -> None:
-    corpus = replace(
-        SUITES["VDC"],
-        name="corpus",
-        adapter="jsonl",
-        hub_id="someone/corpus",
-        metadata="*.jsonl",
-        videos=".",
-        extensions=("",),
-        split="training",
-    )
-    base = tmp_path / "corpus"
-    put(base / "b.jsonl", '{"video": "v/2.mp4", "prompt": "Two?"}\n')
-    put(base / "a.jsonl", '{"video": "v/1.mp4", "prompt": "One?", "reference": "Yes."}\n')
-    put(base / "v" / "1.mp4")
-    clips = suite_videos(corpus, tmp_path)
-    assert [(clip.clip_id, clip.prompt, clip.reference) for clip in clips] == [
-        ("v/1", "One?", "Yes."),
-        ("v/2", "Two?", None),
-    ]
-    assert not Path(clips[1].path).exists()  # listed all the same
-    assert clips[0].path == str(base / "v" / "1.mp4")
 
 
 def test_a_conversation_corpus_gives_its_first_request_per_video(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def _mvbench(suite: Suite, folder: Path, clips: Sequence[Clip]) -> Made:
         write = _mvbench_cut if suite.revision == "video" else _mvbench_main
         rows, of_task = write(suite, folder, task, own)
         rows.append(rows[0] | {"question": "The same clip, asked about again?"})
-        write_json_atomic(folder / suite.metadata.format(task=task.name), rows)
+        write_json_atomic(folder / suite.metadata.replace("{task}", task.name), rows)
         made |= of_task
     return made
 

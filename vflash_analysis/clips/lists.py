@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,14 +194,17 @@ def video_files(path: str | os.PathLike[str]) -> list[Path]:
     return sorted(file for file in video.glob("[!.]*") if file.is_file())
 
 
-def video_sha256(path: str | os.PathLike[str]) -> str:
+def video_sha256(
+    path: str | os.PathLike[str], of_file: Callable[[Path], str] = sha256_of_file
+) -> str:
     """Return the SHA-256 of a video file; of a frame folder, that of its files' digests and names.
 
     For a folder it is what `LC_ALL=C sha256sum * | sha256sum` prints there. Bounds take no part.
+    `of_file` may remember the digests of files.
     """
     if not os.path.isdir(path):
-        return sha256_of_file(Path(path))
-    listed = "".join(f"{sha256_of_file(file)}  {file.name}\n" for file in video_files(path))
+        return of_file(Path(path))
+    listed = "".join(f"{of_file(file)}  {file.name}\n" for file in video_files(path))
     return hashlib.sha256(listed.encode()).hexdigest()
 
 

@@ -67,12 +67,8 @@ def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[
     Writes `frozen-*.jsonl`, the frozen lists as they were replayed; `frozen.csv`, whether each of
     their files is the one named; and `left_out.csv`, training clips that are videos of a suite.
     """
-    described = suites.load_suites(paths.DATA / "suites")
-    videos: dict[str, list[Clip]] = {}
-    for benchmark in settings.benchmarks:
-        if benchmark not in described:
-            raise InputError(f"clips.benchmarks: {benchmark} has no file in data/suites")
-        videos[benchmark] = suites.suite_videos(described[benchmark], data_root)
+    described = suites.chosen_suites(settings.benchmarks)
+    videos = {name: suites.suite_videos(suite, data_root) for name, suite in described.items()}
     drawn: dict[str, list[Clip]] = {}
     for benchmark, seed in itertools.product(settings.benchmarks, settings.sample_seeds):
         suite, every = described[benchmark], videos[benchmark]
@@ -96,11 +92,7 @@ def _verify(clips: list[Clip], settings: ClipSettings, folder: Path) -> None:
         return
     write_text_atomic(folder / "frozen.csv", verified.to_csv(index=False, lineterminator="\n"))
     for row in verified[verified["status"] != "ok"].to_dict("records"):
-        if row["status"] == "changed":
-            error = frozen.changed(row["path"], row["found_sha256"], row["sha256"])
-        else:
-            said = f"no such file; its list names sha256 {row['sha256']}"
-            error = ClipError(row["path"], "missing", said)
+        error = ClipError(row["path"], row["status"], row["message"])
         if settings.on_bad_clip == "fail":
             raise error
         print(f"{row['benchmark']} {row['clip_id']}: {error}")

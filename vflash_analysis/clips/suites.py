@@ -18,14 +18,15 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from vflash_analysis import strict
+from vflash_analysis import paths, strict
 from vflash_analysis.clips import mvbench
-from vflash_analysis.clips.lists import Clip, need_text, read_video_list
+from vflash_analysis.clips.lists import Clip, need_text
 from vflash_analysis.clips.metadata import Video, json_rows, parquet_rows, split_ending
 from vflash_analysis.clips.overlap import video_id
 from vflash_analysis.errors import InputError
+from vflash_analysis.strict import BELOW, PATTERN, is_below, shown
 
 # The neighbours' prompt for every suite but VideoDetailCaption (SpecVLM's published script and
 # paper, appendix A).
@@ -52,7 +53,6 @@ AdapterName = Literal[
     "mlvu_dev",
     "long_video_bench",
     "llava_video",
-    "jsonl",
 ]
 
 
@@ -61,7 +61,7 @@ class Task:
     """One task of a suite that keeps a file per task: the task's name and its folder of clips."""
 
     name: str
-    folder: str
+    folder: Annotated[str, BELOW]
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,18 @@ class MainFolder:
     """A task's folder of clips on MVBench's revision `video`, and the one it stands for on `main`."""
 
     folder: str
-    main: str
+    main: Annotated[str, BELOW]
 
 
 @dataclass(frozen=True)
 class Packing:
     """Another dataset on the hub that holds the same suite: the keys in which it differs."""
 
-    hub_id: str
+    hub_id: Annotated[str, BELOW]
     adapter: AdapterName
-    metadata: str
-    videos: str
-    archives: str | None
+    metadata: Annotated[str, PATTERN]
+    videos: Annotated[str, BELOW]
+    archives: Annotated[str, PATTERN] | None
 
 
 @dataclass(frozen=True)
@@ -114,16 +114,16 @@ class Suite:
 
     name: str
     adapter: AdapterName
-    hub_id: str
-    other_hub_ids: tuple[str, ...] | None
+    hub_id: Annotated[str, BELOW]
+    other_hub_ids: tuple[Annotated[str, BELOW], ...] | None
     split: str
-    metadata: str
-    videos: str
+    metadata: Annotated[str, PATTERN]
+    videos: Annotated[str, BELOW]
     extensions: tuple[str, ...]
     prompt: Literal["question", "description"]
     tasks: tuple[Task, ...] | None
     revision: str | None = None
-    archives: str | None = None
+    archives: Annotated[str, PATTERN] | None = None
     main_folders: tuple[MainFolder, ...] | None = None
     withdrawn: tuple[str, ...] | None = None
     other_packings: tuple[Packing, ...] | None = None
@@ -153,6 +153,15 @@ def load_suites(folder: str | os.PathLike[str]) -> dict[str, Suite]:
             f"{folder}: no suite is described there; allowed is a folder of *.yaml files"
         )
     return {suite.name: suite for suite in suites}
+
+
+def chosen_suites(benchmarks: Iterable[str]) -> dict[str, Suite]:
+    """Return the suites of a profile, as `data/suites` describes them, by name.
+
+    Raises:
+        InputError: one has no file there; see `load_suite`.
+    """
+    return {name: load_suite(paths.DATA / "suites" / f"{name}.yaml") for name in benchmarks}
 
 
 def find_dataset(suite: Suite, data_root: str | os.PathLike[str]) -> Path:
@@ -206,7 +215,8 @@ def _video_roots(suite: Suite, folder: Path) -> list[Path]:
     if "*" not in suite.videos:
         return [folder / suite.videos]
     found = [root for root in folder.glob(suite.videos) if root.is_dir()]
-    return sorted(r for r in found if not any(p[:1] == "." for p in r.relative_to(folder).parts))
+    seen = [r for r in found if not any(p[:1] == "." for p in r.relative_to(folder).parts)]
+    return sorted(seen) or [folder / suite.videos]  # which names what a missing clip lacks
 
 
 # ---------------------------------------------------------------- adapters
@@ -249,7 +259,7 @@ def _llava_video(suite: Suite, folder: Path) -> list[Video]:
     """Conversations about videos: a JSON file and an unpacked folder of videos per subset (task)."""
     videos = []
     for task in suite.tasks or ():
-        pattern = suite.metadata.format(task=task.name)
+        pattern = suite.metadata.replace("{task}", task.name)
         files = sorted(folder.glob(pattern))
         if not files:  # a draw from some of the subsets would be another draw
             raise InputError(
@@ -272,24 +282,6 @@ def _first_exchange(place: str, turns: Any) -> tuple[str, str]:
     return asked.replace("<image>", "").replace("<video>", "").strip(), answered
 
 
-def _jsonl(suite: Suite, folder: Path) -> list[Video]:
-    """A corpus of the user's own: JSON lines with `video` (from the list's folder) and `prompt`."""
-    lists = sorted(folder.glob(suite.metadata))
-    clips = [clip for path in lists for clip in read_video_list(path)]
-    return [
-        Video(
-            clip.clip_id,
-            clip.path,
-            clip.prompt,
-            clip.reference,
-            start_s=clip.start_s,
-            end_s=clip.end_s,
-            frames_per_s=clip.frames_per_s,
-        )
-        for clip in clips
-    ]
-
-
 ADAPTERS: dict[str, Callable[[Suite, Path], list[Video]]] = {
     "video_detail_caption": _video_detail_caption,
     "video_mme": _video_mme,
@@ -298,7 +290,6 @@ ADAPTERS: dict[str, Callable[[Suite, Path], list[Video]]] = {
     "mlvu_dev": _mlvu_dev,
     "long_video_bench": _long_video_bench,
     "llava_video": _llava_video,
-    "jsonl": _jsonl,
 }
 
 
@@ -327,6 +318,10 @@ def suite_videos(suite: Suite, data_root: str | os.PathLike[str]) -> list[Clip]:
         if not prompt:
             raise InputError(
                 f"{suite.name}: {clip_id} has no question, and the prompt rule is 'question'"
+            )
+        if not is_below(video.file):
+            raise InputError(
+                f"{folder}/{suite.metadata}: video: found {shown(video.file)}, allowed: {BELOW}"
             )
         clip = Clip(
             clip_id,
