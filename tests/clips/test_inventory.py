@@ -134,7 +134,7 @@ def test_a_list_made_by_hand_is_counted_or_named(data):
     hub.put(data / "own" / "Mine0003.mp4", b"x")
     found = stock(data, training_list="mine.jsonl")["mine.jsonl"]
     assert (found.listed, found.found, found.drawn) == (8, 1, 7)
-    assert "cannot be read" in stock(data, training_list="no.jsonl")["no.jsonl"].faults[0]
+    assert "no such file" in stock(data, training_list="no.jsonl")["no.jsonl"].faults[0]
     assert "found null" in stock(data, training_list=None)["training"].faults[0]
 
 

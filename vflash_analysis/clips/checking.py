@@ -54,11 +54,11 @@ class CheckStore:
         self._path = path
         self._rows: dict[str, Row] = {}
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").split("\n"):
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                 try:
                     key, row = json.loads(line)
                     self._rows[key] = dict(row)
-                except (ValueError, TypeError):
+                except (ValueError, TypeError, RecursionError):
                     continue
 
     @staticmethod

@@ -26,6 +26,7 @@ from vflash_analysis.clips.read import ClipError, FrameReader
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import write_text_atomic
+from vflash_analysis.strict import read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +76,7 @@ def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[
         place = suites.find_dataset(suite, data_root)
         clips, path = frozen.chosen_clips(settings, suite, seed, every, place)
         if path is not None:
-            write_text_atomic(folder / f"frozen-{path.name}", path.read_text(encoding="utf-8"))
+            write_text_atomic(folder / f"frozen-{path.name}", read_text(path, str(path)))
             print(f"{benchmark}, seed {seed}: replays {paths.relative_to_root(path)}")
         drawn[_suite_key(benchmark, seed)] = clips
     _verify(_each_once([clip for clips in drawn.values() for clip in clips]), settings, folder)
