@@ -322,7 +322,9 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path]]:
         if profile.clips.frozen_lists and lists.is_dir():
             files.append(("frozen_lists", lists))
         if profile.clips.training_list and not profile.clips.training_corpus:
-            files.append(("training_list", config.data_folder() / profile.clips.training_list))
+            files.append(
+                ("training_list", config.data_folder(there=False) / profile.clips.training_list)
+            )
     if stage.name == "drafter" and profile.drafter.source:
         files.append(("drafter", paths.ROOT / profile.drafter.source))
     if stage.name == "ablations" and profile.name == config.TRACKED_PROFILE:

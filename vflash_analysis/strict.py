@@ -199,6 +199,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     Raises:
         InputError: it does not fit; the line begins with `name`.
     """
+    if isinstance(value, str) and not is_text(value):
+        raise InputError(f"{name}: found {shown(value)}, allowed: text {TEXT}")
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         number = convert(value, arguments[0], name)
@@ -234,8 +236,6 @@ def convert(value: Any, kind: Any, name: str) -> Any:
             return float(value)
         except OverflowError:
             raise InputError(f"{name}: found {shown(value)}, allowed: a finite number") from None
-    if kind is str and isinstance(value, str) and not is_text(value):
-        raise InputError(f"{name}: found {shown(value)}, allowed: text {TEXT}")
     if kind in (int, bool, str, type(None)) and type(value) is kind:
         return value
     raise refusal

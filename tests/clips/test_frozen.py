@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 from tests.clips import hub
+from tests.clips.hub import STUBS
 from vflash_analysis import identity, paths
 from vflash_analysis.clips import frozen, prepare
 from vflash_analysis.clips.lists import Clip
@@ -108,25 +109,6 @@ def test_an_interrupt_costs_no_hash_that_was_done_and_writes_no_list(data, monke
     )
     freeze(data)
     assert len(lists()) == 4 and not set(again) & set(hashed)
-
-
-def to_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-# What may stand where a video should be, and how it is told.
-STUBS = [
-    (lambda path: path.unlink(), "missing: no such file"),
-    (lambda path: path.write_bytes(b""), "empty: the file has 0 bytes"),
-    (
-        lambda path: path.write_text(
-            f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
-        ),
-        "not_video: a git-lfs pointer",
-    ),
-    (to_folder, "not_video: a folder"),
-]
 
 
 @pytest.mark.parametrize(("spoil", "said"), STUBS)

@@ -6,7 +6,8 @@ A draw is fixed by its rule and the suite's metadata, but not the files behind t
 metadata change. A frozen list holds a line per clip: id, file below the dataset's folder, bytes,
 SHA-256, bounds where the clip has some, and the SHA-256 of its prompt. It is small and names no
 machine, so it is tracked and published with the results. Where one is tracked a run replays it and
-draws nothing; a file that is not the one it names is reported with both digests and never read.
+draws nothing; a file that is not the one it names is reported with both digests, and no text is
+decoded from it.
 Removing the list draws anew.
 """
 
@@ -182,7 +183,7 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
     drawn: dict[tuple[str, int], list[Clip]] = {}
     folders: dict[str, Path] = {}
     for name, suite in chosen_suites(settings.benchmarks).items():
-        folders[name] = find_dataset(suite, data_root)
+        folders[name] = find_dataset(suite, data_root)[1]
         for seed in settings.sample_seeds:
             drawn[name, seed] = suite_clips(suite, data_root, seed, settings.clips_per_suite_all)
     listed = {key: path for key in drawn if (path := list_path(settings, *key))}

@@ -73,7 +73,7 @@ def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[
     drawn: dict[str, list[Clip]] = {}
     for benchmark, seed in itertools.product(settings.benchmarks, settings.sample_seeds):
         suite, every = described[benchmark], videos[benchmark]
-        place = suites.find_dataset(suite, data_root)
+        place = suites.find_dataset(suite, data_root)[1]
         clips, path = frozen.chosen_clips(settings, suite, seed, every, place)
         if path is not None:
             write_text_atomic(folder / f"frozen-{path.name}", read_text(path, str(path)))

@@ -138,11 +138,17 @@ def load_suite(path: str | os.PathLike[str]) -> Suite:
         InputError: unreadable, or an unknown, missing or mistyped key, by name.
     """
     path = Path(path)
-    keys = strict.read_yaml(path)
-    used = {key: value for key, value in keys.items() if key not in FOR_THE_READER}
+    used = _for_clips(strict.read_yaml(path))
+    packings = used.get("other_packings")
+    if isinstance(packings, list):
+        used["other_packings"] = [_for_clips(p) if isinstance(p, dict) else p for p in packings]
     fields = dataclasses.fields(Suite)
     left_out = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     return strict.build(Suite, {**left_out, **used}, path.name)
+
+
+def _for_clips(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in FOR_THE_READER}
 
 
 def load_suites(folder: str | os.PathLike[str]) -> dict[str, Suite]:
@@ -164,17 +170,16 @@ def chosen_suites(benchmarks: Iterable[str]) -> dict[str, Suite]:
     return {name: load_suite(paths.DATA / "suites" / f"{name}.yaml") for name in benchmarks}
 
 
-def find_dataset(suite: Suite, data_root: str | os.PathLike[str]) -> Path:
-    """Return the suite's folder below `data_root` (`VFLASH_DATA`).
+class DatasetNotThere(InputError):
+    """None of the places where a suite's metadata may lie holds them."""
+
+
+def find_dataset(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]:
+    """Return the suite as it is packed below `data_root` (`VFLASH_DATA`), and its folder there.
 
     Raises:
-        InputError: it is in none of the places it may be in, or its archives are not unpacked.
+        DatasetNotThere: it is in none of the places it may be in.
     """
-    return _find(suite, data_root)[1]
-
-
-def _find(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]:
-    """Return the suite as it is packed below `data_root`, and its folder there."""
     others = [
         dataclasses.replace(suite, other_hub_ids=None, **dataclasses.asdict(packing))
         for packing in suite.other_packings or ()
@@ -184,10 +189,9 @@ def _find(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]
         for hub_id in (packed.hub_id, *(packed.other_hub_ids or ())):
             for place in (Path(data_root) / hub_id, Path(data_root) / hub_id.split("/")[-1]):
                 if any(place.glob(packed.metadata.replace("{task}", "*"))):
-                    _refuse_packed_videos(packed, place)
-                    return packed, place
+                    return dataclasses.replace(packed, hub_id=hub_id), place
                 looked.append(f"{place}/{packed.metadata}")
-    raise InputError(
+    raise DatasetNotThere(
         f"{suite.name}: {suite.metadata} of {suite.hub_id} was not found; "
         f"looked for {', '.join(looked)}"
     )
@@ -200,7 +204,7 @@ def _refuse_packed_videos(suite: Suite, folder: Path) -> None:
         return
     roots = [root for root in _video_roots(suite, folder) if root.is_dir()]
     if "*" in suite.videos:  # which folder they unpack to is not known, but what is in it
-        unpacked = any(file.suffix in suite.extensions for r in roots for file in r.iterdir())
+        unpacked = any(split_ending(file.name)[1] for root in roots for file in root.iterdir())
     else:
         unpacked = bool(roots)
     if not unpacked:
@@ -303,9 +307,11 @@ def suite_videos(suite: Suite, data_root: str | os.PathLike[str]) -> list[Clip]:
     questions would all give the same text.
 
     Raises:
-        InputError: the dataset's folder or metadata is missing or not as described.
+        InputError: the dataset's folder or metadata is missing or not as described, or its archives
+            are not unpacked.
     """
-    suite, folder = _find(suite, data_root)
+    suite, folder = find_dataset(suite, data_root)
+    _refuse_packed_videos(suite, folder)
     videos: dict[str, Video] = {}
     for video in ADAPTERS[suite.adapter](suite, folder):
         videos.setdefault(video.clip_id, video)
