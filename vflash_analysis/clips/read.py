@@ -140,7 +140,7 @@ class FrameReader:
             `clips.backends`.
         fallback: let the other built-in backend try a clip the first cannot read; both reasons are
             kept.
-        num_threads: decoding threads; a few are enough, many make small clips slower.
+        num_threads: of the backend; a few are enough, many make small clips slower.
         max_substituted_share: a clip with more replaced frames than this share of its distinct
             frames is damaged.
     """
@@ -242,9 +242,7 @@ class FrameReader:
                     limit = self.max_substituted_share * len(frames)
                     if info.n_substituted <= limit:
                         return _clip_frames(header, frames, info, begun)
-                    said = (
-                        f"{info.n_substituted} of {len(frames)} frames could not be decoded cleanly"
-                    )
+                    said = f"{info.n_substituted} of {len(frames)} frames could not be read cleanly"
                     header = {"reason": "damaged", "message": said}
                 failures.append((backend, header["reason"], header["message"]))
                 if header["reason"] in ("timeout", "bounds"):
@@ -393,7 +391,7 @@ def check_clip(
     Takes a clip of a list, or the path of a video that is used from end to end.
 
     Header checks are not enough: damaged clips open cleanly and fail, or come back short, only
-    while decoding.
+    while frames are read.
 
     Returns:
         path, status ("ok", "flagged" or "bad"), reason (of `REASONS`, for a bad clip), flags,
