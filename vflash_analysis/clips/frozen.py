@@ -7,8 +7,7 @@ metadata change. A frozen list holds a line per clip: id, file below the dataset
 SHA-256, bounds where the clip has some, and the SHA-256 of its prompt. It is small and names no
 machine, so it is tracked and published with the results. Where one is tracked a run replays it and
 draws nothing; a file that is not the one it names is reported with both digests, and no text is
-decoded from it.
-Removing the list draws anew.
+decoded from it. Removing the list draws anew.
 """
 
 from __future__ import annotations
