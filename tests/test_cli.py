@@ -208,7 +208,7 @@ def test_doctor_data_prints_what_is_missing_and_the_commands_without_a_folder(ru
     assert "export VFLASH_DATA=" in shown and shown.count("VFLASH_DATA: not set") == 1
     for item in told["items"]:
         command = next(line for line in item["commands"] if line.startswith("hf download"))
-        assert f'--local-dir "$VFLASH_DATA/{item["hub_id"]}"' in command and command in output
+        assert f'--local-dir "$VFLASH_DATA"/{item["hub_id"]}' in command and command in output
     assert call("doctor", "--data", "--profile", "pocket")[0] == 0
 
 

@@ -195,6 +195,8 @@ def test_parse_override_refuses(text):
         ("training.gamma", 10**400, "a finite number"),
         ("training.steps", "9" * 5000, "a whole number"),  # too long for a number: it stays text
         ("target.source", "", "null or a folder"),
+        ("clips.frozen_lists", "", "null or a folder"),
+        ("clips.frozen_lists", "a\0", "text without NUL"),
         ("drafter.source", " ", "null or a folder"),
     ],
 )
@@ -270,8 +272,17 @@ def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_p
     target = config.load_profile("h100").target
     with pytest.raises(InputError, match=r"target\.source: .*VFLASH_TARGET"):
         config.target_folder(target)
-    with pytest.raises(InputError, match="VFLASH_DATA"):
+    with pytest.raises(InputError, match="VFLASH_DATA: not set"):
         config.data_folder()
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path / "none"))
+    with pytest.raises(
+        InputError, match=r"VFLASH_DATA: found '\S+none', allowed: a folder that is"
+    ):
+        config.data_folder()
+    monkeypatch.setenv("VFLASH_DATA", "/videos/\udcff")  # a byte that is no UTF-8
+    with pytest.raises(InputError, match=r"VFLASH_DATA: found .*udcff', allowed: UTF-8"):
+        config.local_paths()
+    monkeypatch.delenv("VFLASH_DATA")
     (tmp_path / "local.yaml").write_text("target: weights/7b\n")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -587,6 +587,23 @@ def test_file_digests_read_a_file_once(tmp_path, monkeypatch):
     unwritable.save()  # a cache that cannot be kept costs time, nothing else
 
 
+def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path, monkeypatch):
+    file, really = tmp_path / "a.bin", identity.sha256_of_file
+    file.write_bytes(b"1")
+    digests = identity.FileDigests(tmp_path / "store.json")
+
+    def slow(path):
+        digest = really(path)
+        path.write_bytes(b"22")
+        return digest
+
+    with monkeypatch.context() as patched:
+        patched.setattr(identity, "sha256_of_file", slow)
+        with pytest.raises(InputError, match=r"a\.bin: found a file that changed while"):
+            digests.of_file(file)
+    assert digests.known(file) is None and digests.of_file(file) == really(file)
+
+
 def test_a_folders_digest_knows_names_not_places(tmp_path):
     for place in ("here", "there"):
         (tmp_path / place / "sub").mkdir(parents=True)

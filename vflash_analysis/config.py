@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
 from vflash_analysis.schemas import COMPARISON_METHODS, METHOD_NAMES
-from vflash_analysis.strict import Bounds, apply_overrides, build, read_yaml, shown
+from vflash_analysis.strict import Bounds, apply_overrides, build, is_text, read_yaml, shown
 
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
 TRACKED_PROFILE = "pocket"  # whose records, drafters and figures are tracked
@@ -339,6 +339,7 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
     for label, source in (
         ("target.source", profile.target.source),
         ("drafter.source", drafter.source),
+        ("clips.frozen_lists", clips.frozen_lists),
     ):
         if source is not None and not source.strip():
             raise InputError(f"{label}: found {shown(source)}, allowed: null or a folder")
@@ -379,9 +380,16 @@ _VARIABLES = {"target": "VFLASH_TARGET", "data": "VFLASH_DATA"}
 
 
 def local_environment() -> dict[str, str]:
-    """The environment's folders of this machine, absolute: what a process that runs elsewhere needs."""
-    found = ((name, os.environ.get(name)) for name in _VARIABLES.values())
-    return {name: os.path.abspath(paths.expanded(text)) for name, text in found if text}
+    """The environment's folders of this machine, absolute: what a process that runs elsewhere needs.
+
+    Raises:
+        InputError: one is not UTF-8, which records and requests could not tell.
+    """
+    found = {name: text for name in _VARIABLES.values() if (text := os.environ.get(name))}
+    for name, text in found.items():
+        if not is_text(text):
+            raise InputError(f"{name}: found {text!r}, allowed: UTF-8")
+    return {name: os.path.abspath(paths.expanded(text)) for name, text in found.items()}
 
 
 def local_paths() -> dict[str, Path]:
@@ -391,7 +399,7 @@ def local_paths() -> dict[str, Path]:
     variable gives it, from the checkout where `local.yaml` does.
 
     Raises:
-        InputError: `local.yaml` has another key or a value that is no text.
+        InputError: `local.yaml` has another key, or a value is no text.
     """
     found: dict[str, Path] = {}
     file = paths.ROOT / "local.yaml"
@@ -428,15 +436,25 @@ def target_folder(settings: TargetSettings) -> Path:
     return folder
 
 
-def data_folder() -> Path:
+def data_folder(there: bool = True) -> Path:
     """The folder that holds the real suites' videos (`VFLASH_DATA` or `data:` in `local.yaml`).
 
     Raises:
-        InputError: this machine names none.
+        InputError: see `need_data`.
     """
-    folder = local_paths().get("data")
+    return need_data(local_paths().get("data"), there)
+
+
+def need_data(folder: Path | None, there: bool = True) -> Path:
+    """Return the videos' folder.
+
+    Raises:
+        InputError: this machine names none, or with `there` one that is not there.
+    """
     if folder is None:
         raise InputError(
             "VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"
         )
+    if there and not folder.is_dir():
+        raise InputError(f"VFLASH_DATA: found {str(folder)!r}, allowed: a folder that is there")
     return folder

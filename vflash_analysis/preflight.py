@@ -95,12 +95,11 @@ def _prompt_rows(profile: Profile, target: Target) -> Rows:
     rows = [row("prompt form", repr(form)[1:-1], "any", True)]
     if profile.clips.source != "suites":
         return rows
-    described = suites.load_suites(paths.DATA / "suites")
-    for name in profile.clips.benchmarks:
-        question, note = _question(described[name])
+    for name, suite in suites.chosen_suites(profile.clips.benchmarks).items():
+        question, note = _question(suite)
         prompt = target.build_prompt(question, profile.clips.num_frames)
         target.check_lengths(len(prompt), profile.decode.max_new_tokens)
-        expected = described[name].expected_prompt_tokens
+        expected = suite.expected_prompt_tokens
         wanted = "any"
         if expected is not None and profile.clips.num_frames == expected.num_frames:
             wanted = f"{expected.tokens:,}"

@@ -42,6 +42,7 @@ from vflash_analysis.schemas import (
     VERSION_KEY,
     Schema,
 )
+from vflash_analysis.strict import read_json
 
 __all__ = [
     "ANCHORS", "BENCHMARKS", "COMPARISON_METHODS", "CONTINUATIONS", "COSTS", "CYCLES",
@@ -281,17 +282,6 @@ def write_json_atomic(path: str | Path, payload: Any) -> None:
     except (ValueError, TypeError) as error:
         raise InputError(f"{path}: cannot be written as JSON: {error}") from error
     write_text_atomic(path, text + "\n")
-
-
-def read_json(path: str | Path) -> Any:
-    """Reads a JSON file, or raises InputError naming it."""
-    path = Path(path)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON: {error}") from error
 
 
 def sha256_of_file(path: str | Path) -> str:

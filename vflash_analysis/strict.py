@@ -1,17 +1,18 @@
-"""Build frozen dataclasses from YAML or JSON values, refusing by dotted name what does not fit.
+"""Read YAML and JSON, and build frozen dataclasses from them, refusing by name what does not fit.
 
 A message names the setting, what was found and what is allowed. Types understood: dataclasses,
 `tuple[X, ...]`, `Literal` of texts, unions, int, float, str, bool and None; a number's range is
-written as `Annotated[int, Bounds(1, 16)]`.
+written as `Annotated[int, Bounds(1, 16)]`, a text's form as `Annotated[str, HEX_SHA256]`.
 """
 
 import dataclasses
 import json
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -34,6 +35,48 @@ class Bounds:
             else f"{self.low:g} to {self.high:g}"
         )
 
+    def fits(self, value: float) -> bool:
+        """Whether a number lies in the range."""
+        return self.low <= value <= self.high
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a text must be, in words and as a test."""
+
+    words: str
+    fits: Callable[[str], Any]
+
+    def __str__(self) -> str:
+        return self.words
+
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it
+TEXT = "without NUL or lone surrogates"
+HEX_SHA256 = Form("64 hex digits", re.compile("[0-9a-f]{64}").fullmatch)
+
+
+def is_text(value: str) -> bool:
+    """Whether a text can be a path and be written as UTF-8: no NUL and no half of a pair."""
+    return _NO_TEXT.search(value) is None
+
+
+def is_below(path: str) -> bool:
+    """Whether a path stays below the folder that it counts from, links aside; `.` is that folder."""
+    pure = PurePosixPath(path)
+    inside = not pure.is_absolute() and ".." not in pure.parts
+    return inside and bool(path.strip()) and is_text(path)
+
+
+def _is_pattern(path: str) -> bool:
+    parts = PurePosixPath(path).parts
+    return is_below(path) and bool(parts) and all(p == "**" for p in parts if "**" in p)
+
+
+BELOW = Form("a path below its folder, without `..`", is_below)
+PATTERN = Form("a pattern of paths below its folder, without `..`", _is_pattern)
+
 
 class _StrictLoader(yaml.SafeLoader):
     """A YAML loader that refuses a key given twice."""
@@ -52,25 +95,71 @@ def _strict_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, 
 _StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _strict_mapping)
 
 
+def read_text(path: Path, place: str) -> str:
+    """Read a file of UTF-8; messages begin with `place`.
+
+    Raises:
+        InputError: missing, unreadable, or not UTF-8, with the line of the first such byte.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{place}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{place}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
+        raise InputError(f"{place}, line {line}: found byte {byte:#04x}, allowed: UTF-8") from None
+    except ValueError as error:  # a NUL in the path
+        raise InputError(f"{place!r}: {error}, allowed: a path {TEXT}") from None
+
+
+def parse_json(text: str, place: str, line: int | None = None) -> Any:
+    """Read JSON text; messages begin with `place`, and with `line` where the text is one line.
+
+    Raises:
+        InputError: no JSON, nested too deep, a number of too many digits, or a lone surrogate.
+    """
+    where = place if line is None else f"{place}, line {line}"
+    try:
+        value = json.loads(text)
+        if _HALF_OF_A_PAIR.search(text):  # which may have its other half
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        line = line or error.lineno
+        raise InputError(f"{place}, line {line}: not readable as JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not readable as JSON ({error})") from None
+    return value
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        InputError: see `read_text` and `parse_json`.
+    """
+    return parse_json(read_text(Path(path), str(path)), str(path))
+
+
 def read_yaml(path: Path, may_be_empty: bool = False) -> dict[str, Any]:
     """Read a YAML file whose top level is a mapping; an empty file is one if `may_be_empty`.
 
     Raises:
         InputError: the file is missing, is not YAML, gives a key twice, or holds no mapping.
     """
+    place = paths.relative_to_root(path)
+    text = read_text(path, place)
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except FileNotFoundError:
-        raise InputError(f"{paths.relative_to_root(path)}: no such file") from None
+        loaded = yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = " ".join(str(error).split())
-        raise InputError(f"{paths.relative_to_root(path)}: not readable as YAML: {line}") from None
+        raise InputError(f"{place}: not readable as YAML: {line}") from None
     if loaded is None and may_be_empty:
         return {}
     if not isinstance(loaded, dict):
-        raise InputError(
-            f"{paths.relative_to_root(path)}: found {shown(loaded)}, allowed: a mapping of settings"
-        )
+        raise InputError(f"{place}: found {shown(loaded)}, allowed: a mapping of settings")
     return loaded
 
 
@@ -84,8 +173,8 @@ def shown(value: Any) -> str:
     )
     try:
         text = json.dumps(value, default=str)
-    except ValueError:
-        text = str(value)
+    except (ValueError, RecursionError):  # a number too long or a list too deep to be shown
+        text = "of too many digits or brackets"
     return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
@@ -110,12 +199,14 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     Raises:
         InputError: it does not fit; the line begins with `name`.
     """
+    if isinstance(value, str) and not is_text(value):
+        raise InputError(f"{name}: found {shown(value)}, allowed: text {TEXT}")
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         number = convert(value, arguments[0], name)
-        bounds: Bounds = arguments[1]
-        if not bounds.low <= number <= bounds.high:
-            raise InputError(f"{name}: found {shown(value)}, allowed: {bounds}")
+        rule: Bounds | Form = arguments[1]
+        if not rule.fits(number):
+            raise InputError(f"{name}: found {shown(value)}, allowed: {rule}")
         return number
     refusal = InputError(f"{name}: found {shown(value)}, allowed: {_allowed(kind)}")
     if dataclasses.is_dataclass(kind):

@@ -33,6 +33,25 @@ SETTINGS: ClipSettings = replace(
 )
 
 
+def _to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+# What may stand where a video should be, and how it is told.
+STUBS = [
+    (lambda path: path.unlink(), "missing: no such file"),
+    (lambda path: path.write_bytes(b""), "empty: the file has 0 bytes"),
+    (
+        lambda path: path.write_text(
+            f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"
+        ),
+        "not_video: a git-lfs pointer",
+    ),
+    (_to_folder, "not_video: a folder"),
+]
+
+
 def put(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -44,7 +63,7 @@ def make_suites(root: Path, n_videos: int = 8, video: bytes | None = None) -> No
 
     Args:
         n_videos: of each. video: bytes of every file, followed by the file's name; without it the
-            files are no videos, which is enough where nothing is decoded.
+            files are no videos, which is enough where nothing is read.
     """
     names = [f"v_Desc000000{i}" for i in range(n_videos)]
     rows = [{"video_name": n, "question": f"What of {n}?", "answer": f"{n}."} for n in names]

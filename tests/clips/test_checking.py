@@ -17,6 +17,7 @@ from vflash_analysis.clips import checking
 from vflash_analysis.clips.checking import CheckStore, check_clip_files, given_files, summary
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
+from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file
 
 SETTINGS = replace(config.load_profile("smoke").clips, reader="pyav")
@@ -136,6 +137,21 @@ def test_the_summary_counts_by_reason_and_flag():
         "6 clips read: 3 bad (2 damaged, 1 missing), 2 flagged (2 repeated, 1 short)"
     )
     assert summary(frame[frame["status"] == "ok"]) == "1 clips read: 0 bad, 0 flagged"
+
+
+def test_a_name_that_is_no_utf8_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(InputError, match=r"udcff\.mp4': found a name that is not UTF-8"):
+        given_files([tmp_path / "\udcff.mp4"])
+
+
+def test_a_damaged_store_costs_its_rows_and_nothing_else(videos, tmp_path, read):
+    store = tmp_path / "store.jsonl"
+    store.write_bytes(b"\xff\n" + b"[" * 100_000 + b"\n" + b"9" * 5000 + b"\n")
+    clips = given_files([videos / "0.mp4"])
+    assert (
+        check(clips, store)["status"].tolist() == check(clips, store)["status"].tolist() == ["ok"]
+    )
+    assert len(read) == 1
 
 
 def test_nothing_to_read_is_no_row(tmp_path):

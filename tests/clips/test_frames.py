@@ -93,6 +93,8 @@ def spoil(folder: Path, fault: str) -> None:
     if fault == "gap":
         (folder / "00003.png").unlink()
         (folder / "00006.png").unlink()
+    elif fault.isdigit():
+        Image.new("RGB", (64, 48)).save(folder / f"{fault}.png")
     elif fault == "unreadable":
         (folder / "00004.png").write_bytes(b"no image")
     elif fault == "cut":
@@ -113,6 +115,12 @@ def spoil(folder: Path, fault: str) -> None:
     ("fault", "reason", "said"),
     [
         ("gap", "damaged", "2 of the images 1 to 8 are missing: 3, 6"),
+        (
+            "10" + "0" * 11,
+            "damaged",
+            "999999999991 of the images 1 to 1000000000000 are missing: 9,",
+        ),
+        ("1" + "0" * 99, "damaged", "are missing: 9, 10, 11, 12, 13, ..."),
         ("unreadable", "damaged", "00004.png cannot be read"),
         ("cut", "damaged", "00004.png cannot be read"),
         ("sizes", "damaged", "the images have several sizes: 32 x 32, 64 x 48"),

@@ -6,16 +6,18 @@ import dataclasses
 import hashlib
 import io
 import json
+import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from tests.clips import hub
-from vflash_analysis import paths
+from tests.clips.hub import STUBS
+from vflash_analysis import identity, paths
 from vflash_analysis.clips import frozen, prepare
 from vflash_analysis.clips.lists import Clip
-from vflash_analysis.clips.read import ClipError
+from vflash_analysis.clips.read import ClipError, file_fault
 from vflash_analysis.clips.suites import draw_clips, load_suite, suite_videos
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file
@@ -72,7 +74,7 @@ def test_without_a_folder_for_lists_nothing_is_frozen(data):
 def test_freezing_again_reads_nothing_and_gives_the_same_bytes(data, monkeypatch):
     freeze(data)
     before = lists()
-    monkeypatch.setattr(frozen, "video_sha256", lambda name: pytest.fail(f"{name} read again"))
+    monkeypatch.setattr(identity, "sha256_of_file", lambda name: pytest.fail(f"{name} read again"))
     assert set(freeze(data)["state"]) == {"unchanged"} and lists() == before
 
 
@@ -97,24 +99,79 @@ def test_an_interrupt_costs_no_hash_that_was_done_and_writes_no_list(data, monke
         return sha256_of_file(name)
 
     monkeypatch.setattr(frozen, "FILES_AT_ONCE", 1)
-    monkeypatch.setattr(frozen, "video_sha256", slow)
+    monkeypatch.setattr(identity, "sha256_of_file", slow)
     with pytest.raises(KeyboardInterrupt):
         freeze(data)
     assert lists() == {} and len(hashed) == 5
     again: list[str] = []
     monkeypatch.setattr(
-        frozen, "video_sha256", lambda name: again.append(name) or sha256_of_file(name)
+        identity, "sha256_of_file", lambda name: again.append(name) or sha256_of_file(name)
     )
     freeze(data)
     assert len(lists()) == 4 and not set(again) & set(hashed)
 
 
-def test_a_missing_file_is_named_and_no_list_is_written(data):
-    (data / hub.LVB / "videos" / "Long_vid-03.mp4").unlink()
+@pytest.mark.parametrize(("spoil", "said"), STUBS)
+def test_a_stub_is_named_and_no_list_is_written(data, monkeypatch, spoil, said):
+    spoil(data / hub.LVB / "videos" / "Long_vid-03.mp4")
+    monkeypatch.setattr(identity, "sha256_of_file", lambda name: pytest.fail("hashed for nothing"))
     settings = dataclasses.replace(SETTINGS, clips_per_suite_all=8)
-    with pytest.raises(InputError, match=r"1 of 16 files are not there, first \S+Long_vid-03\.mp4"):
+    told = r"1 of 16 files cannot be used, first \S+Long_vid-03\.mp4: " + said
+    with pytest.raises(InputError, match=told) as caught:
         frozen.freeze(settings, data, io.StringIO())
+    assert lists() == {} and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "2.jpg").write_bytes(b""), r"2\.jpg: empty"),
+        (lambda folder: (folder / "2.jpg").unlink(), "damaged: 1 of the images 1 to 3"),
+        (lambda folder: [file.unlink() for file in folder.iterdir()], "no_frames"),
+    ],
+)
+def test_images_of_a_folder_are_looked_at_each(tmp_path, spoil, said):
+    folder = tmp_path / "clip"
+    for number in (1, 2, 3):
+        hub.put(folder / f"{number}.jpg", b"no picture, but no stub either")
+    clip = Clip("a", "MVBench", "train", str(folder), "?", frames_per_s=3.0)
+    assert file_fault(clip) is None
+    spoil(folder)
+    assert re.search(said, str(file_fault(clip)))
+
+
+def test_a_file_that_changes_while_it_is_hashed_is_refused_and_hashed_again(data, monkeypatch):
+    def slow(path):
+        digest = sha256_of_file(path)
+        path.write_bytes(path.read_bytes() + b" and more")
+        return digest
+
+    with monkeypatch.context() as patched:
+        patched.setattr(identity, "sha256_of_file", slow)
+        with pytest.raises(InputError, match="changed while it was read"):
+            freeze(data)
     assert lists() == {}
+    freeze(data)
+    rows = [json.loads(line) for line in lists()["VDC-0"].decode().splitlines()]
+    assert all(row["sha256"] == sha256_of_file(data / hub.VDC / row["file"]) for row in rows)
+
+
+@pytest.mark.parametrize("found", ["a folder", "a link that leads to no file"])
+def test_what_is_no_list_does_not_pass_for_none(data, tmp_path, monkeypatch, found):
+    path = frozen.list_path(SETTINGS, "VDC", 1)
+    path.parent.mkdir(parents=True)
+    path.mkdir() if found == "a folder" else path.symlink_to(tmp_path / "gone")
+    monkeypatch.setattr(identity, "sha256_of_file", lambda name: pytest.fail("hashed for nothing"))
+    for use in (freeze, lambda _: prepare.prepare_lists(SETTINGS, tmp_path / "out")):
+        with pytest.raises(InputError, match=rf"VDC-1\.jsonl: found {found}, allowed: a frozen"):
+            use(data)
+
+
+def test_a_suite_without_a_description_is_named(data, tmp_path):
+    (paths.DATA / "suites" / "LVB.yaml").unlink()
+    for use in (freeze, lambda _: prepare.prepare_lists(SETTINGS, tmp_path / "out")):
+        with pytest.raises(InputError, match=r"data/suites/LVB\.yaml: no such file"):
+            use(data)
 
 
 def test_generated_clips_are_not_frozen(data):
@@ -153,7 +210,7 @@ def _sha(text: str) -> str:
     ("spoil", "status", "said"),
     [
         (lambda path: path.write_bytes(b"another"), "changed", "changed: sha256 {found}"),
-        (lambda path: path.unlink(), "missing", "missing: no such file"),
+        *((spoil, said.partition(":")[0], said) for spoil, said in STUBS),
     ],
 )
 def test_a_file_that_is_not_the_listed_one_is_named_and_never_used(
@@ -194,6 +251,13 @@ def test_only_clips_of_a_frozen_list_must_be_one_file(data):
         ({"clip_id": "v_Gone0000001"}, r"clip 'v_Gone0000001' is not in the metadata below"),
         ({"start_s": 1.5}, r"clip '{}': bounds: found {{}} in .* allowed: {{'start_s': 1.5}}"),
         ({"bytes": "many"}, r"line 1\.bytes: found text"),
+        ({"bytes": 0}, r"line 1\.bytes: found whole number 0, allowed: 1 or more"),
+        ({"sha256": "f" * 63}, r"line 1\.sha256: found text .* allowed: 64 hex digits"),
+        ({"sha256": "F" * 64}, r"line 1\.sha256: found text .* allowed: 64 hex digits"),
+        ({"prompt_sha256": ""}, r"line 1\.prompt_sha256: found text .* allowed: 64 hex digits"),
+        ({"file": "../v.mp4"}, r"line 1\.file: found text .* allowed: a path below"),
+        ({"file": "/v.mp4"}, r"line 1\.file: found text .* allowed: a path below"),
+        ({"file": "a\0.mp4"}, r"line 1\.file: found text"),
         ({"colour": "red"}, r"line 1\.colour: unknown"),
     ],
 )

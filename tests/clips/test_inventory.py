@@ -6,11 +6,15 @@ import dataclasses
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 
 from tests.clips import hub
+from tests.clips.hub import STUBS
 from vflash_analysis import paths
 from vflash_analysis.clips import frozen, inventory
 from vflash_analysis.clips.inventory import Card, Download
@@ -65,7 +69,7 @@ def test_missing_drawn_videos_are_a_gap_under_skip_and_a_fault_under_fail_or_whe
     file = data / hub.LVB / "videos" / f"{name}.mp4"
     file.unlink()
     skip, fail = stock(data)["LVB"], stock(data, on_bad_clip="fail")["LVB"]
-    told = f"{skip.drawn - 1} of {skip.drawn} drawn videos are there, first missing {file}"
+    told = f"{skip.drawn - 1} of {skip.drawn} drawn videos are there, first not: {file}: missing: no such file"
     assert skip.gaps == (f"LVB: {told}",) and skip.faults == ()
     assert fail.faults == (f"LVB: {told}",) and fail.gaps == ()
     for video in (data / hub.LVB / "videos").iterdir():
@@ -98,6 +102,48 @@ def test_absent_and_gated_datasets_are_named_where_they_were_sought(data):
     fault = stock(data)["LVB"].faults[0]
     assert str(data / "LongVideoBench") in fault and "form has been accepted" in fault
     assert stock(data)["VDC"].faults == () and "\n" not in fault
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"[", b"[1]", b"[]", b"[" * 100_000])
+def test_a_damaged_file_of_a_gated_dataset_has_nothing_to_do_with_its_form(data, damage):
+    (data / hub.LVB / "lvb_val.json").write_bytes(damage)
+    found = stock(data)["LVB"]
+    assert len(found.faults) == 1 and "\n" not in found.faults[0]
+    assert "lvb_val.json" in found.faults[0] and "form" not in found.faults[0]
+    assert found.folder == data / hub.LVB
+
+
+@pytest.mark.parametrize("place", ["", "videos", "videos/Long_vid-00.mp4", "lvb_val.json"])
+def test_links_that_lead_to_themselves_are_a_line(data, monkeypatch, place):
+    path = (data / hub.LVB / place) if place else data
+    path.rename(path.with_name("moved"))
+    path.symlink_to(path.name)
+    settings = replace(SETTINGS, benchmarks=("LVB",), on_bad_clip="fail")
+    told = inventory.refusals(settings)
+    if place.endswith(".mp4") and not told:  # no draw holds it
+        assert stock(data)["LVB"].found == 7
+    else:
+        assert 1 <= len(told) <= 2 and not any("\n" in line for line in told)
+    assert inventory.free_gb(data) > 0
+
+
+@pytest.mark.parametrize("spoil", [stub for stub, _ in STUBS])
+def test_a_stub_is_not_counted_as_a_video(data, spoil):
+    file = data / hub.LVB / "videos" / "Long_vid-00.mp4"
+    spoil(file)
+    settings = {"clips_per_suite": 8, "clips_per_suite_all": 8, "on_bad_clip": "fail"}
+    found = stock(data, **settings)["LVB"]
+    assert counts(found) == (8, 7, 8, 7) and str(file) in found.faults[0]
+
+
+def test_a_folder_that_is_not_there_is_one_line(data, monkeypatch):
+    monkeypatch.setenv("VFLASH_DATA", str(data / "none"))
+    told = [f"VFLASH_DATA: found '{data / 'none'}', allowed: a folder that is there"]
+    assert inventory.refusals(SETTINGS) == told
+    faults = {
+        fault for one in inventory.take_stock(SETTINGS, data / "none") for fault in one.faults
+    }
+    assert faults == set(told)
 
 
 def test_too_few_clips_for_a_draw_are_a_fault(data):
@@ -134,7 +180,7 @@ def test_a_list_made_by_hand_is_counted_or_named(data):
     hub.put(data / "own" / "Mine0003.mp4", b"x")
     found = stock(data, training_list="mine.jsonl")["mine.jsonl"]
     assert (found.listed, found.found, found.drawn) == (8, 1, 7)
-    assert "cannot be read" in stock(data, training_list="no.jsonl")["no.jsonl"].faults[0]
+    assert "no such file" in stock(data, training_list="no.jsonl")["no.jsonl"].faults[0]
     assert "found null" in stock(data, training_list=None)["training"].faults[0]
 
 
@@ -150,12 +196,43 @@ def test_commands_download_the_revision_asked_for_to_where_the_adapter_looks():
         "hf", "download", "org/name", "--repo-type", "dataset", "--revision", "video",
         "--include", "data/*", "--include", "a b.zip", "--local-dir", "/videos of/mine/org/name",
     ]  # fmt: skip
-    assert first == "(cd \"/videos of/mine/org/name\" && unzip -n 'a b.zip')"
+    assert first == "(cd '/videos of/mine/org/name' && unzip -n 'a b.zip')"
     assert second.endswith("&& rm x)")
     open_card = dataclasses.replace(card, gated=False, revision=None, download=Download(None, None))
     assert inventory.commands(open_card, None) == [
-        'hf download org/name --repo-type dataset --local-dir "$VFLASH_DATA/org/name"'
+        'hf download org/name --repo-type dataset --local-dir "$VFLASH_DATA"/org/name'
     ]
+
+
+@pytest.mark.parametrize("name", ["a b", "a$HOME", 'a"b', "a'b", "a`id`", "a;b", "a\\b"])
+def test_a_shell_reads_a_folder_of_any_name(name):
+    download = Download(None, ("true",))
+    card = Card("X", "org/name", None, "none", False, None, None, download)
+    fetch, unpack = inventory.commands(card, Path("/x") / name)
+    assert shlex.split(fetch)[-1] == f"/x/{name}/org/name"
+    assert shlex.split(unpack)[1] == f"/x/{name}/org/name"
+
+
+def test_commands_fit_the_packing_and_the_folder_that_are_there(data):
+    folder = data / "MLVU_dev"  # as whoever left out the organisation has it
+    (folder / "mlvu").mkdir(parents=True)
+    settings = replace(SETTINGS, benchmarks=("MLVU",))
+    rows = [{"video_name": f"{i}.mp4"} for i in range(4)]
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "mlvu" / "test-00000-of-00001.parquet")
+    archive = hub.put(folder / "video_part_1.zip", b"packed")
+    holding = inventory.take_stock(settings, data)[0]
+    assert "video_part_1.zip must be unpacked" in holding.faults[0] and len(holding.faults) == 1
+    assert "form" not in holding.faults[0]
+    fetch, unpack = inventory.as_row(holding, data)["commands"]
+    assert shlex.split(fetch)[:3] == ["hf", "download", "sy1998/MLVU_dev"]
+    assert f"--local-dir {folder}" in fetch and "video_part_*.zip" in fetch
+    assert unpack.startswith(f"(cd {folder} && ") and "unzip" in unpack
+    archive.unlink()
+    for packed in folder.glob("mlvu/*"):
+        packed.unlink()
+    holding = inventory.take_stock(settings, data)[0]
+    lines = inventory.as_row(holding, data)["commands"]  # nothing is there: the suite's own
+    assert "MLVU/MVLU" in lines[0] and "form has been accepted" in holding.faults[0]
 
 
 @pytest.mark.parametrize("folder", ["suites", "training"])

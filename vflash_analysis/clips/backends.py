@@ -57,7 +57,7 @@ class Reading:
         n_frames: frames the reader found in the video, also where the clip is a stretch of it.
         duration_s: length of the video stream, from the first frame's start to the last frame's
             end.
-        n_substituted: distinct frames the decoder could not decode cleanly and replaced or patched.
+        n_substituted: distinct frames the decoder could not read cleanly and replaced or patched.
     """
 
     frames: np.ndarray
@@ -103,7 +103,7 @@ def read_decord(path: str, wanted: Wanted, num_threads: int) -> Reading:
     starts, duration_s = _decord_starts(reader)
     indices = select_frames(starts, duration_s, wanted)
     frames = reader.get_batch(np.unique(indices).tolist()).asnumpy()  # (U, H, W, 3)
-    # Left open, decord's threads go on decoding into memory.
+    # Left open, decord's threads go on reading into memory.
     del reader
     return Reading(
         frames, indices, starts[indices], len(starts), duration_s, 0, str(decord.__version__)
@@ -129,7 +129,7 @@ def _decord_starts(reader: Any) -> tuple[np.ndarray, float]:
 
 
 def read_pyav(path: str, wanted: Wanted, num_threads: int) -> Reading:
-    """Read with PyAV: index the packets, then decode only the stretches that hold wanted frames."""
+    """Read with PyAV: index the packets, then read only the stretches that hold wanted frames."""
     av = importlib.import_module("av")
     stamps, keys, first_ticks, time_base = _index_packets(av, path)
     ticks = np.asarray(stamps, dtype=np.int64) - stamps[0]
@@ -138,11 +138,11 @@ def read_pyav(path: str, wanted: Wanted, num_threads: int) -> Reading:
     indices = select_frames(starts, duration_s, wanted)
     chosen = [stamps[i] for i in np.unique(indices)]
     try:
-        frames, bad = _decode_stamps(av, path, chosen, keys, num_threads)
-        if bad:  # seeking may be off: decode from the start before calling a frame replaced
-            frames, bad = _decode_stamps(av, path, chosen, keys[:1], num_threads)
+        frames, bad = _read_stamps(av, path, chosen, keys, num_threads)
+        if bad:  # seeking may be off: read from the start before calling a frame replaced
+            frames, bad = _read_stamps(av, path, chosen, keys[:1], num_threads)
     except _StampsFallError:
-        frames, bad = _decode_stamps(av, path, chosen, keys[:1], num_threads, stamps)
+        frames, bad = _read_stamps(av, path, chosen, keys[:1], num_threads, stamps)
     return Reading(
         np.stack(frames),
         indices,
@@ -181,7 +181,7 @@ class _StampsFallError(Exception):
     """Decoded frames come in display order but their stamps do not rise (AVI with B-frames)."""
 
 
-def _decode_stamps(
+def _read_stamps(
     av: Any,
     path: str,
     wanted: list[int],
@@ -192,41 +192,41 @@ def _decode_stamps(
     """Decode the frames with the wanted stamps; return them and how many were not clean.
 
     Args:
-        keys: stamps that may be sought; with the first alone everything is decoded.
+        keys: stamps that may be sought; with the first alone everything is read.
         order: stamps of all frames, given to them by counting; None takes each frame's own.
     """
     taken, bad = [], 0
     with av.open(path) as container:
         stream = _video_stream(container)
         stream.codec_context.thread_count = num_threads
-        decoded = _stamped(container.decode(stream), order)
+        coming = _stamped(container.decode(stream), order)
         before = current = None  # (stamp, frame)
         for stamp in wanted:
             group = bisect.bisect_right(keys, stamp) - 1
             # Decoding on into the next group of pictures is cheaper than seeking to its start.
             if current is not None and bisect.bisect_right(keys, current[0]) - 1 < group - 1:
                 container.seek(keys[group], stream=stream)
-                decoded, before, current = _stamped(container.decode(stream), order), None, None
+                coming, before, current = _stamped(container.decode(stream), order), None, None
             while current is None or current[0] < stamp:
-                following = next(decoded, None)
+                following = next(coming, None)
                 if following is None:
                     break
                 before, current = current, following
             hit = current is not None and current[0] == stamp
             used = current if hit or before is None else before
             if used is None:
-                raise ReadFailure("damaged", "no frame could be decoded")
+                raise ReadFailure("damaged", "no frame could be read")
             bad += (not hit) or bool(used[1].is_corrupt)
             taken.append(_upright(used[1]))
     return taken, bad
 
 
-def _stamped(decoded: Iterator[Any], order: list[int] | None) -> Iterator[tuple[int, Any]]:
+def _stamped(frames: Iterator[Any], order: list[int] | None) -> Iterator[tuple[int, Any]]:
     if order is not None:
-        yield from zip(order, decoded, strict=False)
+        yield from zip(order, frames, strict=False)
         return
     last = None
-    for frame in decoded:
+    for frame in frames:
         stamp = frame.pts if frame.pts is not None else frame.dts
         if stamp is None or (last is not None and stamp < last):
             raise _StampsFallError
@@ -254,7 +254,7 @@ def _video_stream(container: Any) -> Any:
 
 
 def probe(path: str) -> dict[str, Any]:
-    """Return what the container declares, without decoding; {} where PyAV cannot be imported.
+    """Return what the container declares, reading no frame; {} where PyAV cannot be imported.
 
     Raises:
         ReadFailure: no video stream, or no decoder for it.

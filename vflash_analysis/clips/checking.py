@@ -3,7 +3,7 @@
     vflash clips check --profile h100       every clip of a run's lists
     vflash clips check some/*.mp4           files
 
-Damaged clips often open cleanly and fail only while the wanted frames are decoded, so nothing less
+Damaged clips often open cleanly and fail only while the wanted frames are read, so nothing less
 finds them. What was read is kept by path, size, modification time, frames and reader, a line per
 clip: an interrupted check goes on where it was, and a second one reads only what has changed.
 """
@@ -28,8 +28,10 @@ from vflash_analysis.clips.lists import Clip, video_files
 from vflash_analysis.clips.read import ClipError, FrameReader, check_clip
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.environment import READERS
+from vflash_analysis.errors import InputError
 from vflash_analysis.progress import CountLine
 from vflash_analysis.records import package_versions
+from vflash_analysis.strict import is_text
 
 CLIPS_PER_READER = 50  # fewer are read before another reader has started
 READERS_AT_ONCE = 4  # more would slow each other down to the time limit
@@ -54,11 +56,11 @@ class CheckStore:
         self._path = path
         self._rows: dict[str, Row] = {}
         if path.is_file():
-            for line in path.read_text(encoding="utf-8").split("\n"):
+            for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
                 try:
                     key, row = json.loads(line)
                     self._rows[key] = dict(row)
-                except (ValueError, TypeError):
+                except (ValueError, TypeError, RecursionError):
                     continue
 
     @staticmethod
@@ -163,7 +165,14 @@ def _count_bad(rows: Sequence[Row | None]) -> str:
 
 
 def given_files(files: Sequence[Path]) -> list[Clip]:
-    """Files named by hand as clips, to be read like any other."""
+    """Files named by hand as clips, to be read like any other.
+
+    Raises:
+        InputError: a name that is not UTF-8, which no report can hold.
+    """
+    for path in files:
+        if not is_text(str(path)):
+            raise InputError(f"{str(path)!r}: found a name that is not UTF-8, allowed: UTF-8")
     return [Clip(str(path), "given", "given", str(path), "?") for path in files]
 
 

@@ -7,6 +7,7 @@ images a second. Image k starts at (k - first k) / frames_per_s seconds.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import re
 from pathlib import Path
@@ -44,7 +45,8 @@ def frame_files(folder: str | os.PathLike[str]) -> list[Path]:
         raise ReadFailure("no_frames", f"the folder holds no {', '.join(IMAGE_EXTENSIONS)} file")
     first, last = min(numbered), max(numbered)
     if last - first + 1 != len(numbered):
-        lost = [str(k) for k in range(first, last) if k not in numbered][: _SHOWN + 1]
+        missing = (str(k) for k in range(first, last) if k not in numbered)
+        lost = list(itertools.islice(missing, _SHOWN + 1))  # a number may be far beyond the others
         named = ", ".join(lost[:_SHOWN]) + (", ..." if len(lost) > _SHOWN else "")
         raise ReadFailure(
             "damaged",

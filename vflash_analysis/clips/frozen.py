@@ -6,8 +6,8 @@ A draw is fixed by its rule and the suite's metadata, but not the files behind t
 metadata change. A frozen list holds a line per clip: id, file below the dataset's folder, bytes,
 SHA-256, bounds where the clip has some, and the SHA-256 of its prompt. It is small and names no
 machine, so it is tracked and published with the results. Where one is tracked a run replays it and
-draws nothing; a file that is not the one it names is reported with both digests and never decoded.
-Removing the list draws anew.
+draws nothing; a file that is not the one it names is reported with both digests, and no text is
+decoded from it. Removing the list draws anew.
 """
 
 from __future__ import annotations
@@ -21,25 +21,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pandas as pd
 
 from vflash_analysis import paths
 from vflash_analysis.clips.lists import Clip, json_lines, video_bytes, video_sha256
-from vflash_analysis.clips.read import ClipError
-from vflash_analysis.clips.suites import Suite, draw_clips, find_dataset, load_suites, suite_clips
+from vflash_analysis.clips.read import ClipError, file_fault
+from vflash_analysis.clips.suites import (
+    Suite,
+    chosen_suites,
+    draw_clips,
+    find_dataset,
+    suite_clips,
+)
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
-from vflash_analysis.identity import ABSENT, FileDigests
+from vflash_analysis.identity import FileDigests
 from vflash_analysis.progress import CountLine
 from vflash_analysis.records import write_text_atomic
-from vflash_analysis.strict import build, shown
+from vflash_analysis.strict import BELOW, HEX_SHA256, Bounds, build, shown
 
 FILES_AT_ONCE = 4  # hashed by threads; more would wait for one disk
 KEEP_EVERY_S = 10.0  # how much hashing an interrupt or a crash may cost
 BOUNDS = ("start_s", "end_s", "frames_per_s")  # fields of a clip that is a part of its file
-VERIFIED_COLUMNS = ("benchmark", "clip_id", "status", "sha256", "found_sha256", "path")
+_UNBOUNDED: dict[str, float | None] = dict.fromkeys(BOUNDS)
+VERIFIED_COLUMNS = (
+    "benchmark", "clip_id", "status", "sha256", "found_sha256", "path", "message",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,10 +64,10 @@ class FrozenClip:
     """
 
     clip_id: str
-    file: str
-    bytes: int
-    sha256: str
-    prompt_sha256: str
+    file: Annotated[str, BELOW]
+    bytes: Annotated[int, Bounds(1)]
+    sha256: Annotated[str, HEX_SHA256]
+    prompt_sha256: Annotated[str, HEX_SHA256]
     start_s: float | None = None
     end_s: float | None = None
     frames_per_s: float | None = None
@@ -70,10 +79,18 @@ class FrozenClip:
 
 
 def list_path(settings: ClipSettings, benchmark: str, sample_seed: int) -> Path | None:
-    """Where the frozen list of a suite and sample seed lies; None where every run draws anew."""
+    """Where the frozen list of a suite and sample seed lies; None where every run draws anew.
+
+    Raises:
+        InputError: something is there that is no file, and would pass for no list.
+    """
     if settings.frozen_lists is None:
         return None
-    return paths.ROOT / settings.frozen_lists / f"{benchmark}-{sample_seed}.jsonl"
+    path = paths.ROOT / settings.frozen_lists / f"{benchmark}-{sample_seed}.jsonl"
+    if os.path.lexists(path) and not path.is_file():
+        found = "a folder" if path.is_dir() else "a link that leads to no file"
+        raise InputError(f"{path}: found {found}, allowed: a frozen list or nothing")
+    return path
 
 
 def read_frozen(path: Path) -> list[FrozenClip]:
@@ -82,10 +99,9 @@ def read_frozen(path: Path) -> list[FrozenClip]:
     Raises:
         InputError: a line with a missing, unknown or mistyped field, or an id twice.
     """
-    optional = dict.fromkeys(BOUNDS)
     clips: dict[str, FrozenClip] = {}
     for place, row in json_lines(path):
-        clip = build(FrozenClip, {**optional, **row}, place)
+        clip = build(FrozenClip, {**_UNBOUNDED, **row}, place)
         if clip.clip_id in clips:
             raise InputError(f"{place}: clip_id: found {shown(clip.clip_id)} twice, allowed: once")
         clips[clip.clip_id] = clip
@@ -103,27 +119,29 @@ def prompt_sha256(prompt: str) -> str:
 
 
 def hash_videos(videos: Iterable[str], stream: Any) -> Mapping[str, str]:
-    """SHA-256 by path, "absent" where there is no video; in parallel, with a line of progress.
+    """SHA-256 of videos that are there, by path; in parallel, with a line of progress.
 
     What was hashed is kept by path, size and modification time, so a call that was interrupted goes
-    on where it was and a second one reads nothing but frame folders.
+    on where it was and a second one reads nothing.
+
+    Raises:
+        InputError: a file that changed while it was read.
     """
     digests = FileDigests(paths.RUNS / ".clip_digests.json")
-    wanted = list(dict.fromkeys(videos))
-    found = dict.fromkeys(wanted, ABSENT)
-    there = [name for name in wanted if os.path.exists(name)]
-    files = [name for name in there if os.path.isfile(name)]
-    found |= {name: known for name in files if (known := digests.known(Path(name)))}
-    waiting = [name for name in there if found[name] == ABSENT]
+    found: dict[str, str] = {}
+    waiting = []
+    for name in dict.fromkeys(videos):
+        known = None if os.path.isdir(name) else digests.known(Path(name))
+        if known:
+            found[name] = known
+        else:
+            waiting.append(name)
     line, kept = CountLine("files hashed", len(waiting), stream), time.monotonic()
     with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
-        futures = {pool.submit(video_sha256, name): name for name in waiting}
+        futures = {pool.submit(video_sha256, name, digests.of_file): name for name in waiting}
         try:
             for done, future in enumerate(as_completed(futures), start=1):
-                name = futures[future]
-                found[name] = future.result()
-                if os.path.isfile(name):
-                    digests.keep(Path(name), found[name])
+                found[futures[future]] = future.result()
                 line.update(done)
                 if time.monotonic() - kept > KEEP_EVERY_S:
                     digests.save()
@@ -151,7 +169,8 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
         One row per list: list, clips, bytes, state ("written", "unchanged" or "replaced").
 
     Raises:
-        InputError: generated clips, or a suite or file that is not there.
+        InputError: generated clips, a suite that is not there, or a file that is not, that holds
+            nothing or that stands for another.
     """
     if settings.source != "suites":
         raise InputError(
@@ -160,44 +179,46 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
         )
     if settings.frozen_lists is None:
         raise InputError("clips.frozen_lists: found null, allowed with freeze: a folder")
-    described = load_suites(paths.DATA / "suites")
     drawn: dict[tuple[str, int], list[Clip]] = {}
     folders: dict[str, Path] = {}
-    for name in settings.benchmarks:
-        suite = described[name]
-        folders[name] = find_dataset(suite, data_root)
+    for name, suite in chosen_suites(settings.benchmarks).items():
+        folders[name] = find_dataset(suite, data_root)[1]
         for seed in settings.sample_seeds:
             drawn[name, seed] = suite_clips(suite, data_root, seed, settings.clips_per_suite_all)
-    sha256 = hash_videos((clip.path for clips in drawn.values() for clip in clips), stream)
-    absent = [name for name, digest in sha256.items() if digest == ABSENT]
-    if absent:
+    listed = {key: path for key in drawn if (path := list_path(settings, *key))}
+    every = {clip.path: clip for clips in drawn.values() for clip in clips}
+    faults = [fault for clip in every.values() if (fault := file_fault(clip))]
+    if faults:
         raise InputError(
-            f"freeze: {len(absent)} of {len(sha256)} files are not there, first {absent[0]}; a list "
-            "is written when all are"
+            f"freeze: {len(faults)} of {len(every)} files cannot be used, first {faults[0]}; a list "
+            "is written when all can"
         )
+    sha256 = hash_videos(every, stream)
+    frozen = {
+        key: [_frozen(clip, folders[key[0]], sha256[clip.path]) for clip in clips]
+        for key, clips in drawn.items()
+    }
     rows = []
-    for (benchmark, seed), clips in drawn.items():
-        lines = [_frozen(clip, folders[benchmark], sha256[clip.path]).line() for clip in clips]
-        path, text = list_path(settings, benchmark, seed), "".join(lines)
-        assert path is not None  # refused above
+    for key, path in listed.items():
+        text = "".join(one.line() for one in frozen[key])
         before = path.read_text(encoding="utf-8") if path.is_file() else None
         state = "written" if before is None else "unchanged" if before == text else "replaced"
         write_text_atomic(path, text)
-        size = sum(video_bytes(clip.path) or 0 for clip in clips)
+        size = sum(one.bytes for one in frozen[key])
         shown_path = paths.relative_to_root(path)
-        rows.append({"list": shown_path, "clips": len(clips), "bytes": size, "state": state})
+        rows.append({"list": shown_path, "clips": len(frozen[key]), "bytes": size, "state": state})
     return pd.DataFrame(rows)
 
 
 def _frozen(clip: Clip, folder: Path, sha256: str) -> FrozenClip:
-    return FrozenClip(
-        clip_id=clip.clip_id,
-        file=Path(os.path.relpath(clip.path, os.path.abspath(folder))).as_posix(),
-        bytes=video_bytes(clip.path) or 0,
-        sha256=sha256,
-        prompt_sha256=prompt_sha256(clip.prompt),
-        **bounds_of(clip),
-    )
+    row = {
+        "clip_id": clip.clip_id,
+        "file": Path(os.path.relpath(clip.path, os.path.abspath(folder))).as_posix(),
+        "bytes": video_bytes(clip.path) or 0,
+        "sha256": sha256,
+        "prompt_sha256": prompt_sha256(clip.prompt),
+    }
+    return build(FrozenClip, {**_UNBOUNDED, **row, **bounds_of(clip)}, clip.path)
 
 
 def bounds_of(clip: Clip) -> dict[str, float]:
@@ -280,18 +301,21 @@ def verify(clips: Sequence[Clip], stream: Any) -> pd.DataFrame:
     """Compare files with the digests that their clips name; clips without one are left aside.
 
     Returns:
-        VERIFIED_COLUMNS, one row per clip: status is "ok", "missing" or "changed"; found_sha256 is
-        empty for a missing file.
+        VERIFIED_COLUMNS, one row per clip: status is "ok" or a reason of `clips.read.REASONS`, with
+        its message; found_sha256 is empty for a file that cannot be used.
     """
     named = [clip for clip in clips if clip.sha256 is not None]
-    found = hash_videos((clip.path for clip in named), stream)
+    faults = [file_fault(clip) for clip in named]
+    usable = [clip.path for clip, fault in zip(named, faults, strict=True) if fault is None]
+    found = hash_videos(usable, stream)
     rows = []
-    for clip in named:
-        digest = found[clip.path]
-        status = {ABSENT: "missing", clip.sha256: "ok"}.get(digest, "changed")
-        shown_digest = "" if digest == ABSENT else digest
-        values = (clip.benchmark, clip.clip_id, status, clip.sha256, shown_digest, clip.path)
-        rows.append(dict(zip(VERIFIED_COLUMNS, values, strict=True)))
+    for clip, fault in zip(named, faults, strict=True):
+        digest, status, message = found.get(clip.path, ""), "ok", ""
+        if fault is not None:
+            status, message = fault.reason, f"{fault.detail}; its list names sha256 {clip.sha256}"
+        elif digest != clip.sha256:
+            status, message = "changed", f"sha256 {digest}, its list names {clip.sha256}"
+        rows.append((clip.benchmark, clip.clip_id, status, clip.sha256, digest, clip.path, message))
     return pd.DataFrame(rows, columns=list(VERIFIED_COLUMNS))
 
 
@@ -305,10 +329,6 @@ def verified_sha256(clip: Clip) -> str | None:
         return None
     digest = video_sha256(clip.path)
     if clip.sha256 is not None and digest != clip.sha256:
-        raise changed(clip.path, digest, clip.sha256)
+        said = f"sha256 {digest}, its list names {clip.sha256}"
+        raise ClipError(clip.path, "changed", said)
     return digest
-
-
-def changed(path: str, found: str, listed: str) -> ClipError:
-    """The error for a file that is not the one its list names, with both digests."""
-    return ClipError(path, "changed", f"sha256 {found}, its list names {listed}")

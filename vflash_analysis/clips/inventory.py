@@ -24,13 +24,12 @@ from vflash_analysis import config, paths, strict
 from vflash_analysis.clips import corpora, frozen
 from vflash_analysis.clips.lists import Clip, read_video_list
 from vflash_analysis.clips.overlap import Evaluated
-from vflash_analysis.clips.suites import find_dataset, load_suite, suite_videos
+from vflash_analysis.clips.read import file_fault
+from vflash_analysis.clips.suites import DatasetNotThere, find_dataset, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 
 _COMMIT = re.compile(r"[0-9a-f]{7,40}")
-NO_FOLDER = "VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"
-UNSET = "$VFLASH_DATA"  # stands in commands for a folder that this machine does not name
 
 
 @dataclass(frozen=True)
@@ -99,22 +98,35 @@ class Holding:
         return not self.faults and not self.gaps
 
 
-def load_card(path: Path) -> Card:
-    """Read what a description says of its dataset.
+def load_card(path: Path, hub_id: str | None = None) -> Card:
+    """Read what a description says of its dataset, or of the packing with another hub id.
 
     Raises:
         InputError: a missing or mistyped key, by name.
     """
     keys = strict.read_yaml(path)
+    if hub_id is not None:
+        others = {one["hub_id"]: one for one in keys.get("other_packings") or ()}
+        own = (
+            {"revision": None, "expected_clips": None, **others[hub_id]} if hub_id in others else {}
+        )
+        keys |= {"hub_id": hub_id, **own}
     used = {field.name for field in dataclasses.fields(Card)}
     return strict.build(Card, {k: v for k, v in keys.items() if k in used}, path.name)
 
 
-def commands(card: Card, data_root: Path | None) -> list[str]:
-    """Shell lines that download and unpack a dataset to where its adapter looks first."""
-    root = UNSET if data_root is None else str(data_root)
-    place = f'"{root}/{card.hub_id}"'
-    words = ["hf download", card.hub_id, "--repo-type dataset"]
+def commands(card: Card, data_root: Path | None, folder: Path | None = None) -> list[str]:
+    """Shell lines that download and unpack a dataset.
+
+    Args:
+        data_root: `VFLASH_DATA`; None where it is not set.
+        folder: where a part of the dataset lies; where its adapter looks first when None.
+    """
+    if data_root is None:
+        place = f'"$VFLASH_DATA"/{shlex.quote(card.hub_id)}'
+    else:
+        place = shlex.quote(str(folder or data_root / card.hub_id))
+    words = ["hf download", shlex.quote(card.hub_id), "--repo-type dataset"]
     if card.revision:
         words.append(f"--revision {shlex.quote(card.revision)}")
     words += [f"--include {shlex.quote(pattern)}" for pattern in card.download.include or ()]
@@ -133,6 +145,8 @@ def hub_commits(folder: Path) -> tuple[str, ...]:
     """
     found = set()
     for path in (folder / ".cache" / "huggingface" / "download").rglob("*.metadata"):
+        if not path.is_file():
+            continue
         with path.open(encoding="utf-8", errors="replace") as file:
             first = file.readline().strip()
         if _COMMIT.fullmatch(first):
@@ -172,18 +186,17 @@ def take_stock(settings: ClipSettings, data_root: Path | None) -> list[Holding]:
 
 def _look(path: Path, data_root: Path | None) -> tuple[Holding, list[Clip]]:
     """A dataset without its draw, and its videos; what keeps it from being read is its fault."""
-    card = load_card(path)
-    if data_root is None:
-        return Holding(card.name, card, faults=(NO_FOLDER,)), []
-    suite = load_suite(path)
+    card, suite, folder = load_card(path), load_suite(path), None
     try:
-        folder = find_dataset(suite, data_root)
-        videos = suite_videos(suite, data_root)
+        root = config.need_data(data_root)
+        packed, folder = find_dataset(suite, root)
+        card = load_card(path, packed.hub_id)
+        videos = suite_videos(suite, root)
+    except DatasetNotThere as error:
+        form = f"; {card.hub_id} is handed out after its form has been accepted"
+        return Holding(card.name, card, faults=(f"{error}{form if card.gated else ''}",)), []
     except InputError as error:
-        told = str(error)
-        if card.gated:
-            told += f"; {card.hub_id} is handed out after its form has been accepted"
-        return Holding(card.name, card, faults=(told,)), []
+        return Holding(card.name, card, folder, faults=(str(error),)), []
     commits, faults, gaps = hub_commits(folder), [], []
     if card.revision and _COMMIT.fullmatch(card.revision):
         others = [commit for commit in commits if not commit.startswith(card.revision)]
@@ -198,7 +211,7 @@ def _look(path: Path, data_root: Path | None) -> tuple[Holding, list[Clip]]:
             f"{card.name}: {len(videos)} videos are listed, expected: {card.expected_clips}; "
             "another revision draws other clips"
         )
-    found = sum(os.path.exists(clip.path) for clip in videos)
+    found = sum(file_fault(clip) is None for clip in videos)
     holding = Holding(
         card.name,
         card,
@@ -216,13 +229,11 @@ def _look_for_list(name: str | None, data_root: Path | None) -> Holding:
     if name is None:
         told = f"clips.training_list: found null, allowed: {', '.join(config.corpus_names())}"
         return Holding("training", None, faults=(f"{told}, or a JSONL file",))
-    if data_root is None:
-        return Holding(name, None, faults=(NO_FOLDER,))
     try:
-        clips = read_video_list(data_root / name)
+        clips = read_video_list(config.need_data(data_root) / name)
     except InputError as error:
         return Holding(name, None, faults=(str(error),))
-    found = sum(os.path.exists(clip.path) for clip in clips)
+    found = sum(file_fault(clip) is None for clip in clips)
     return Holding(name, None, data_root, len(clips), found)
 
 
@@ -247,13 +258,13 @@ def _with_drawn(holding: Holding, settings: ClipSettings, draw: Any) -> Holding:
         drawn = draw()
     except InputError as error:
         return dataclasses.replace(holding, faults=(*holding.faults, str(error)))
-    absent = [clip for clip in drawn if not os.path.exists(clip.path)]
+    absent = [fault for clip in drawn if (fault := file_fault(clip))]
     n_found = len(drawn) - len(absent)
     faults, gaps = list(holding.faults), list(holding.gaps)
     if absent:
         told = (
-            f"{holding.name}: {n_found} of {len(drawn)} drawn videos are there, first missing "
-            f"{absent[0].path}"
+            f"{holding.name}: {n_found} of {len(drawn)} drawn videos are there, first not: "
+            f"{absent[0]}"
         )
         whole = settings.on_bad_clip == "fail" or not n_found
         (faults if whole else gaps).append(told)
@@ -273,15 +284,16 @@ def refusals(settings: ClipSettings) -> list[str]:
     """Why a run on the suites cannot begin, one line per cause; empty where it can."""
     if settings.source != "suites":
         return []
-    root = config.local_paths().get("data")
-    if root is None:
-        return [NO_FOLDER]
+    try:
+        root = config.data_folder()
+    except InputError as error:
+        return [str(error)]
     return [fault for holding in take_stock(settings, root) for fault in holding.faults]
 
 
 def free_gb(data_root: Path | None) -> float:
     """Free disk, 1e9 bytes, where the data would go: at the folder or the nearest one above it."""
-    place = (data_root or paths.ROOT).resolve()
+    place = Path(os.path.realpath(data_root or paths.ROOT))
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free / 1e9
@@ -305,7 +317,7 @@ def as_row(holding: Holding, data_root: Path | None) -> dict[str, Any]:
         row[name] = getattr(holding, name)
     row |= {"faults": list(holding.faults), "gaps": list(holding.gaps)}
     wanted = card is not None and not holding.complete
-    return row | {"commands": commands(card, data_root) if card and wanted else []}
+    return row | {"commands": commands(card, data_root, holding.folder) if card and wanted else []}
 
 
 def disk_line(holdings: Sequence[Holding], data_root: Path | None) -> str:

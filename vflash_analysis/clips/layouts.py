@@ -49,7 +49,7 @@ Stretch = tuple[Clip, Path, float, float]  # a pocket clip, the joined video, it
 # ---------------------------------------------------------------- video files
 
 
-def _decoded(path: str | Path) -> tuple[list[av.VideoFrame], Fraction]:
+def _frames_of(path: str | Path) -> tuple[list[av.VideoFrame], Fraction]:
     """All frames of a pocket clip, yuv420p, and its frame rate."""
     with av.open(str(path)) as held:
         rate = held.streams.video[0].average_rate
@@ -93,7 +93,7 @@ def place_video(clip: Clip, target: Path) -> Path:
     elif target.suffix == ".mkv":
         _remux(clip.path, target)
     else:
-        frames, rate = _decoded(clip.path)
+        frames, rate = _frames_of(clip.path)
         encode_lossless(target, frames, range(len(frames)), rate)
     return target
 
@@ -104,7 +104,7 @@ def join_clips(clips: Sequence[Clip], folder: Path) -> list[Stretch]:
     Returns:
         Every clip with the video that holds it and its bounds there.
     """
-    held = [(clip, *_decoded(clip.path)) for clip in clips]
+    held = [(clip, *_frames_of(clip.path)) for clip in clips]
     by_size: dict[tuple[int, int], list[tuple[Clip, list[av.VideoFrame], Fraction]]] = {}
     for one in held:
         by_size.setdefault((one[1][0].width, one[1][0].height), []).append(one)
@@ -131,7 +131,7 @@ def _plain(width: int, height: int) -> av.VideoFrame:
 
 def write_frame_folder(clip: Clip, folder: Path) -> int:
     """Write the frames on screen at every third of a second as `00001.jpg` and on; return how many."""
-    frames, rate = _decoded(clip.path)
+    frames, rate = _frames_of(clip.path)
     n_images = len(frames) * IMAGES_PER_S // rate
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(n_images):
@@ -190,7 +190,7 @@ def _mvbench(suite: Suite, folder: Path, clips: Sequence[Clip]) -> Made:
         write = _mvbench_cut if suite.revision == "video" else _mvbench_main
         rows, of_task = write(suite, folder, task, own)
         rows.append(rows[0] | {"question": "The same clip, asked about again?"})
-        write_json_atomic(folder / suite.metadata.format(task=task.name), rows)
+        write_json_atomic(folder / suite.metadata.replace("{task}", task.name), rows)
         made |= of_task
     return made
 

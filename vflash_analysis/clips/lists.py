@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import sha256_of_file, write_text_atomic
+from vflash_analysis.strict import TEXT, convert, is_text, parse_json, read_text, shown
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def read_clip_list(path: str | os.PathLike[str]) -> list[Clip]:
         for name in required:
             need_text(place, row, name)
         if not isinstance(row.get("facts"), (dict, type(None))):
-            raise InputError(f"{place}: facts is {row['facts']!r}; allowed are an object or null")
+            raise InputError(
+                f"{place}: facts: found {shown(row['facts'])}, allowed: an object or null"
+            )
         row.update({name: may_have_number(place, row, name) for name in _NUMBERS})
         full = os.path.abspath(os.path.join(path.parent, row["path"]))
         clips.append(Clip(**{**row, "path": full}))
@@ -136,41 +138,31 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         InputError: unreadable, or a line that is no JSON object.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: the clip list cannot be read ({error.strerror})") from None
     # Not splitlines: prompts may hold line separators that JSON leaves as they are.
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(read_text(path, str(path)).split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        row, place = parse_json(line, str(path), number), f"{path}, line {number}"
         if not isinstance(row, dict):
-            raise InputError(
-                f"{path}, line {number}: {type(row).__name__}; allowed is one object a line"
-            )
-        yield f"{path}, line {number}", row
+            raise InputError(f"{place}: found {shown(row)}, allowed: one object a line")
+        yield place, row
 
 
 def need_text(place: str, row: dict[str, Any], name: str) -> str:
     """Return a row's text field, or raise InputError naming place and field."""
     value = row.get(name)
-    if not isinstance(value, str) or not value:
-        raise InputError(f"{place}: {name} is {value!r}; allowed is text that is not empty")
+    if not isinstance(value, str) or not value or not is_text(value):
+        allowed = f"text that is not empty, {TEXT}"
+        raise InputError(f"{place}: {name}: found {shown(value)}, allowed: {allowed}")
     return value
 
 
 def may_have_number(place: str, row: dict[str, Any], name: str) -> float | None:
     """Return a row's number, None where it has none, or raise InputError naming place and field."""
-    value = row.get(name)
-    if value is None:
+    if row.get(name) is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise InputError(f"{place}: {name} is {value!r}; allowed are a finite number or null")
-    return float(value)
+    number: float = convert(row[name], float, f"{place}: {name}")
+    return number
 
 
 def _refuse_repeated_ids(place: str, clips: Sequence[Clip]) -> None:
@@ -194,14 +186,17 @@ def video_files(path: str | os.PathLike[str]) -> list[Path]:
     return sorted(file for file in video.glob("[!.]*") if file.is_file())
 
 
-def video_sha256(path: str | os.PathLike[str]) -> str:
+def video_sha256(
+    path: str | os.PathLike[str], of_file: Callable[[Path], str] = sha256_of_file
+) -> str:
     """Return the SHA-256 of a video file; of a frame folder, that of its files' digests and names.
 
     For a folder it is what `LC_ALL=C sha256sum * | sha256sum` prints there. Bounds take no part.
+    `of_file` may remember the digests of files.
     """
     if not os.path.isdir(path):
-        return sha256_of_file(Path(path))
-    listed = "".join(f"{sha256_of_file(file)}  {file.name}\n" for file in video_files(path))
+        return of_file(Path(path))
+    listed = "".join(f"{of_file(file)}  {file.name}\n" for file in video_files(path))
     return hashlib.sha256(listed.encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vflash_analysis.clips.lists import need_text
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json
+from vflash_analysis.strict import read_json, shown
 
 VIDEO_EXTENSIONS = (".mp4", ".mkv", ".webm", ".avi")  # in any case
 
@@ -72,7 +72,7 @@ def json_rows(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
 
 def _complete(path: Path, rows: Any, fields: Sequence[str]) -> list[dict[str, Any]]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path}: {type(rows).__name__}; allowed is a list of objects")
+        raise InputError(f"{path}: found {shown(rows)}, allowed: a list of objects")
     for number, row in enumerate(rows):
         for name in fields:
             need_text(f"{path}, row {number}", row, name)

@@ -35,7 +35,7 @@ def list_clips(suite: Suite, folder: Path) -> list[Video]:
     videos = []
     for task in suite.tasks or ():
         _refuse_other_revision(suite, folder, task)
-        metadata = folder / suite.metadata.format(task=task.name)
+        metadata = folder / suite.metadata.replace("{task}", task.name)
         for number, row in enumerate(json_rows(metadata, ["video"])):
             if suite.revision == "video":
                 videos.append(_cut_clip(task, row))

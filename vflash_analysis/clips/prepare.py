@@ -26,6 +26,7 @@ from vflash_analysis.clips.read import ClipError, FrameReader
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import write_text_atomic
+from vflash_analysis.strict import read_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,19 +68,15 @@ def _suite_lists(settings: ClipSettings, data_root: Path, folder: Path) -> dict[
     Writes `frozen-*.jsonl`, the frozen lists as they were replayed; `frozen.csv`, whether each of
     their files is the one named; and `left_out.csv`, training clips that are videos of a suite.
     """
-    described = suites.load_suites(paths.DATA / "suites")
-    videos: dict[str, list[Clip]] = {}
-    for benchmark in settings.benchmarks:
-        if benchmark not in described:
-            raise InputError(f"clips.benchmarks: {benchmark} has no file in data/suites")
-        videos[benchmark] = suites.suite_videos(described[benchmark], data_root)
+    described = suites.chosen_suites(settings.benchmarks)
+    videos = {name: suites.suite_videos(suite, data_root) for name, suite in described.items()}
     drawn: dict[str, list[Clip]] = {}
     for benchmark, seed in itertools.product(settings.benchmarks, settings.sample_seeds):
         suite, every = described[benchmark], videos[benchmark]
-        place = suites.find_dataset(suite, data_root)
+        place = suites.find_dataset(suite, data_root)[1]
         clips, path = frozen.chosen_clips(settings, suite, seed, every, place)
         if path is not None:
-            write_text_atomic(folder / f"frozen-{path.name}", path.read_text(encoding="utf-8"))
+            write_text_atomic(folder / f"frozen-{path.name}", read_text(path, str(path)))
             print(f"{benchmark}, seed {seed}: replays {paths.relative_to_root(path)}")
         drawn[_suite_key(benchmark, seed)] = clips
     _verify(_each_once([clip for clips in drawn.values() for clip in clips]), settings, folder)
@@ -96,11 +93,7 @@ def _verify(clips: list[Clip], settings: ClipSettings, folder: Path) -> None:
         return
     write_text_atomic(folder / "frozen.csv", verified.to_csv(index=False, lineterminator="\n"))
     for row in verified[verified["status"] != "ok"].to_dict("records"):
-        if row["status"] == "changed":
-            error = frozen.changed(row["path"], row["found_sha256"], row["sha256"])
-        else:
-            said = f"no such file; its list names sha256 {row['sha256']}"
-            error = ClipError(row["path"], "missing", said)
+        error = ClipError(row["path"], row["status"], row["message"])
         if settings.on_bad_clip == "fail":
             raise error
         print(f"{row['benchmark']} {row['clip_id']}: {error}")

@@ -21,9 +21,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from vflash_analysis.clips.backends import BACKENDS, DEPTH_OF_INTEREST
+from vflash_analysis.clips.backends import BACKENDS, DEPTH_OF_INTEREST, ReadFailure
 from vflash_analysis.clips.child import Child
-from vflash_analysis.clips.frames import FRAMES
+from vflash_analysis.clips.frames import FRAMES, frame_files
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.sampling import Wanted, uniform_times, validate_indices
 from vflash_analysis.environment import READER_THREADS
@@ -32,7 +32,7 @@ from vflash_analysis.errors import InputError
 REASONS = (
     "missing",  # no file at that path
     "empty",  # 0 bytes
-    "not_video",  # another kind of file, or a folder
+    "not_video",  # another kind of file, a folder, or git-lfs's pointer to the file
     "no_video_stream",  # a media file with sound only
     "no_frames",  # a video stream that holds no frames
     "unsupported_codec",  # sound file, no decoder for it in this build
@@ -50,6 +50,8 @@ FLAGS = (
     "damaged",
 )  # a usable clip, but not a normal one
 NOTES = ("bit_depth", "fallback")  # worth a line, nothing wrong with the clip
+# git-lfs, docs/spec.md: a pointer begins with its version and is shorter than 1024 bytes.
+_LFS_POINTER, _LFS_MOST_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _INSTALL_HINT = (
     "install decord, or eva-decord or decord2 (both import as decord), "
     "or av and set the reader to 'pyav'"
@@ -138,7 +140,7 @@ class FrameReader:
             `clips.backends`.
         fallback: let the other built-in backend try a clip the first cannot read; both reasons are
             kept.
-        num_threads: decoding threads; a few are enough, many make small clips slower.
+        num_threads: of the backend; a few are enough, many make small clips slower.
         max_substituted_share: a clip with more replaced frames than this share of its distinct
             frames is damaged.
     """
@@ -240,9 +242,7 @@ class FrameReader:
                     limit = self.max_substituted_share * len(frames)
                     if info.n_substituted <= limit:
                         return _clip_frames(header, frames, info, begun)
-                    said = (
-                        f"{info.n_substituted} of {len(frames)} frames could not be decoded cleanly"
-                    )
+                    said = f"{info.n_substituted} of {len(frames)} frames could not be read cleanly"
                     header = {"reason": "damaged", "message": said}
                 failures.append((backend, header["reason"], header["message"]))
                 if header["reason"] in ("timeout", "bounds"):
@@ -305,14 +305,40 @@ def _check_file(path: str, wanted: Wanted) -> None:
         wanted.check()
     except InputError as error:
         raise ClipError(path, "bounds", str(error)) from None
-    if os.path.isdir(path) and wanted.frames_per_s is None:
-        raise ClipError(
-            path, "not_video", "a folder; allowed are a video file, or frame images and their rate"
-        )
-    if wanted.frames_per_s is not None and not os.path.isdir(path):
+    if os.path.isdir(path):
+        if wanted.frames_per_s is None:
+            said = "a folder; allowed are a video file, or frame images and their rate"
+            raise ClipError(path, "not_video", said)
+        return
+    if wanted.frames_per_s is not None:
         raise ClipError(path, "not_video", "a file; frames_per_s belongs to a folder of images")
-    if os.path.getsize(path) == 0:
-        raise ClipError(path, "empty", "the file has 0 bytes")
+    _refuse_stub(path)
+
+
+def _refuse_stub(path: str | os.PathLike[str]) -> None:
+    """Raise ClipError for a file that only stands where one should be."""
+    size = os.path.getsize(path)
+    if size == 0:
+        raise ClipError(os.fspath(path), "empty", "the file has 0 bytes")
+    if size < _LFS_MOST_BYTES:
+        with open(path, "rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                said = "a git-lfs pointer; allowed is the file, which `git lfs pull` brings"
+                raise ClipError(os.fspath(path), "not_video", said)
+
+
+def file_fault(clip: Clip) -> ClipError | None:
+    """What is wrong with a clip's file, or any image of its folder, that shows without a reader."""
+    try:
+        _check_file(clip.path, Wanted(1, clip.start_s, clip.end_s, clip.frames_per_s))
+        if clip.frames_per_s is not None:
+            for image in frame_files(clip.path):
+                _refuse_stub(image)
+    except ReadFailure as failure:
+        return ClipError(clip.path, failure.reason, str(failure))
+    except ClipError as error:
+        return error
+    return None
 
 
 def _warnings(
@@ -365,7 +391,7 @@ def check_clip(
     Takes a clip of a list, or the path of a video that is used from end to end.
 
     Header checks are not enough: damaged clips open cleanly and fail, or come back short, only
-    while decoding.
+    while frames are read.
 
     Returns:
         path, status ("ok", "flagged" or "bad"), reason (of `REASONS`, for a bad clip), flags,

@@ -18,14 +18,15 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from vflash_analysis import strict
+from vflash_analysis import paths, strict
 from vflash_analysis.clips import mvbench
-from vflash_analysis.clips.lists import Clip, need_text, read_video_list
+from vflash_analysis.clips.lists import Clip, need_text
 from vflash_analysis.clips.metadata import Video, json_rows, parquet_rows, split_ending
 from vflash_analysis.clips.overlap import video_id
 from vflash_analysis.errors import InputError
+from vflash_analysis.strict import BELOW, PATTERN, is_below, shown
 
 # The neighbours' prompt for every suite but VideoDetailCaption (SpecVLM's published script and
 # paper, appendix A).
@@ -52,7 +53,6 @@ AdapterName = Literal[
     "mlvu_dev",
     "long_video_bench",
     "llava_video",
-    "jsonl",
 ]
 
 
@@ -61,7 +61,7 @@ class Task:
     """One task of a suite that keeps a file per task: the task's name and its folder of clips."""
 
     name: str
-    folder: str
+    folder: Annotated[str, BELOW]
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,18 @@ class MainFolder:
     """A task's folder of clips on MVBench's revision `video`, and the one it stands for on `main`."""
 
     folder: str
-    main: str
+    main: Annotated[str, BELOW]
 
 
 @dataclass(frozen=True)
 class Packing:
     """Another dataset on the hub that holds the same suite: the keys in which it differs."""
 
-    hub_id: str
+    hub_id: Annotated[str, BELOW]
     adapter: AdapterName
-    metadata: str
-    videos: str
-    archives: str | None
+    metadata: Annotated[str, PATTERN]
+    videos: Annotated[str, BELOW]
+    archives: Annotated[str, PATTERN] | None
 
 
 @dataclass(frozen=True)
@@ -114,16 +114,16 @@ class Suite:
 
     name: str
     adapter: AdapterName
-    hub_id: str
-    other_hub_ids: tuple[str, ...] | None
+    hub_id: Annotated[str, BELOW]
+    other_hub_ids: tuple[Annotated[str, BELOW], ...] | None
     split: str
-    metadata: str
-    videos: str
+    metadata: Annotated[str, PATTERN]
+    videos: Annotated[str, BELOW]
     extensions: tuple[str, ...]
     prompt: Literal["question", "description"]
     tasks: tuple[Task, ...] | None
     revision: str | None = None
-    archives: str | None = None
+    archives: Annotated[str, PATTERN] | None = None
     main_folders: tuple[MainFolder, ...] | None = None
     withdrawn: tuple[str, ...] | None = None
     other_packings: tuple[Packing, ...] | None = None
@@ -138,11 +138,17 @@ def load_suite(path: str | os.PathLike[str]) -> Suite:
         InputError: unreadable, or an unknown, missing or mistyped key, by name.
     """
     path = Path(path)
-    keys = strict.read_yaml(path)
-    used = {key: value for key, value in keys.items() if key not in FOR_THE_READER}
+    used = _for_clips(strict.read_yaml(path))
+    packings = used.get("other_packings")
+    if isinstance(packings, list):
+        used["other_packings"] = [_for_clips(p) if isinstance(p, dict) else p for p in packings]
     fields = dataclasses.fields(Suite)
     left_out = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     return strict.build(Suite, {**left_out, **used}, path.name)
+
+
+def _for_clips(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key not in FOR_THE_READER}
 
 
 def load_suites(folder: str | os.PathLike[str]) -> dict[str, Suite]:
@@ -155,17 +161,25 @@ def load_suites(folder: str | os.PathLike[str]) -> dict[str, Suite]:
     return {suite.name: suite for suite in suites}
 
 
-def find_dataset(suite: Suite, data_root: str | os.PathLike[str]) -> Path:
-    """Return the suite's folder below `data_root` (`VFLASH_DATA`).
+def chosen_suites(benchmarks: Iterable[str]) -> dict[str, Suite]:
+    """Return the suites of a profile, as `data/suites` describes them, by name.
 
     Raises:
-        InputError: it is in none of the places it may be in, or its archives are not unpacked.
+        InputError: one has no file there; see `load_suite`.
     """
-    return _find(suite, data_root)[1]
+    return {name: load_suite(paths.DATA / "suites" / f"{name}.yaml") for name in benchmarks}
 
 
-def _find(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]:
-    """Return the suite as it is packed below `data_root`, and its folder there."""
+class DatasetNotThere(InputError):
+    """None of the places where a suite's metadata may lie holds them."""
+
+
+def find_dataset(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]:
+    """Return the suite as it is packed below `data_root` (`VFLASH_DATA`), and its folder there.
+
+    Raises:
+        DatasetNotThere: it is in none of the places it may be in.
+    """
     others = [
         dataclasses.replace(suite, other_hub_ids=None, **dataclasses.asdict(packing))
         for packing in suite.other_packings or ()
@@ -175,10 +189,9 @@ def _find(suite: Suite, data_root: str | os.PathLike[str]) -> tuple[Suite, Path]
         for hub_id in (packed.hub_id, *(packed.other_hub_ids or ())):
             for place in (Path(data_root) / hub_id, Path(data_root) / hub_id.split("/")[-1]):
                 if any(place.glob(packed.metadata.replace("{task}", "*"))):
-                    _refuse_packed_videos(packed, place)
-                    return packed, place
+                    return dataclasses.replace(packed, hub_id=hub_id), place
                 looked.append(f"{place}/{packed.metadata}")
-    raise InputError(
+    raise DatasetNotThere(
         f"{suite.name}: {suite.metadata} of {suite.hub_id} was not found; "
         f"looked for {', '.join(looked)}"
     )
@@ -191,7 +204,7 @@ def _refuse_packed_videos(suite: Suite, folder: Path) -> None:
         return
     roots = [root for root in _video_roots(suite, folder) if root.is_dir()]
     if "*" in suite.videos:  # which folder they unpack to is not known, but what is in it
-        unpacked = any(file.suffix in suite.extensions for r in roots for file in r.iterdir())
+        unpacked = any(split_ending(file.name)[1] for root in roots for file in root.iterdir())
     else:
         unpacked = bool(roots)
     if not unpacked:
@@ -206,7 +219,8 @@ def _video_roots(suite: Suite, folder: Path) -> list[Path]:
     if "*" not in suite.videos:
         return [folder / suite.videos]
     found = [root for root in folder.glob(suite.videos) if root.is_dir()]
-    return sorted(r for r in found if not any(p[:1] == "." for p in r.relative_to(folder).parts))
+    seen = [r for r in found if not any(p[:1] == "." for p in r.relative_to(folder).parts)]
+    return sorted(seen) or [folder / suite.videos]  # which names what a missing clip lacks
 
 
 # ---------------------------------------------------------------- adapters
@@ -249,7 +263,7 @@ def _llava_video(suite: Suite, folder: Path) -> list[Video]:
     """Conversations about videos: a JSON file and an unpacked folder of videos per subset (task)."""
     videos = []
     for task in suite.tasks or ():
-        pattern = suite.metadata.format(task=task.name)
+        pattern = suite.metadata.replace("{task}", task.name)
         files = sorted(folder.glob(pattern))
         if not files:  # a draw from some of the subsets would be another draw
             raise InputError(
@@ -272,24 +286,6 @@ def _first_exchange(place: str, turns: Any) -> tuple[str, str]:
     return asked.replace("<image>", "").replace("<video>", "").strip(), answered
 
 
-def _jsonl(suite: Suite, folder: Path) -> list[Video]:
-    """A corpus of the user's own: JSON lines with `video` (from the list's folder) and `prompt`."""
-    lists = sorted(folder.glob(suite.metadata))
-    clips = [clip for path in lists for clip in read_video_list(path)]
-    return [
-        Video(
-            clip.clip_id,
-            clip.path,
-            clip.prompt,
-            clip.reference,
-            start_s=clip.start_s,
-            end_s=clip.end_s,
-            frames_per_s=clip.frames_per_s,
-        )
-        for clip in clips
-    ]
-
-
 ADAPTERS: dict[str, Callable[[Suite, Path], list[Video]]] = {
     "video_detail_caption": _video_detail_caption,
     "video_mme": _video_mme,
@@ -298,7 +294,6 @@ ADAPTERS: dict[str, Callable[[Suite, Path], list[Video]]] = {
     "mlvu_dev": _mlvu_dev,
     "long_video_bench": _long_video_bench,
     "llava_video": _llava_video,
-    "jsonl": _jsonl,
 }
 
 
@@ -312,9 +307,11 @@ def suite_videos(suite: Suite, data_root: str | os.PathLike[str]) -> list[Clip]:
     questions would all give the same text.
 
     Raises:
-        InputError: the dataset's folder or metadata is missing or not as described.
+        InputError: the dataset's folder or metadata is missing or not as described, or its archives
+            are not unpacked.
     """
-    suite, folder = _find(suite, data_root)
+    suite, folder = find_dataset(suite, data_root)
+    _refuse_packed_videos(suite, folder)
     videos: dict[str, Video] = {}
     for video in ADAPTERS[suite.adapter](suite, folder):
         videos.setdefault(video.clip_id, video)
@@ -327,6 +324,10 @@ def suite_videos(suite: Suite, data_root: str | os.PathLike[str]) -> list[Clip]:
         if not prompt:
             raise InputError(
                 f"{suite.name}: {clip_id} has no question, and the prompt rule is 'question'"
+            )
+        if not is_below(video.file):
+            raise InputError(
+                f"{folder}/{suite.metadata}: video: found {shown(video.file)}, allowed: {BELOW}"
             )
         clip = Clip(
             clip_id,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from vflash_analysis.clips.frozen import verified_sha256
+from vflash_analysis.clips.frozen import prompt_sha256, verified_sha256
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
 from vflash_analysis.config import DecodeSettings
@@ -185,7 +185,7 @@ class ClipDecoder:
             "video_sha256": verified_sha256(clip),
             "prompt_tokens": len(prompt.input_ids),
             "video_tokens": prompt.video_tokens,
-            "prompt_sha256": hashlib.sha256(clip.prompt.encode()).hexdigest(),
+            "prompt_sha256": prompt_sha256(clip.prompt),
             "template_sha256": self._target.template_sha256,
         }
         if prompt.read is not None:
