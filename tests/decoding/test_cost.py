@@ -1,11 +1,13 @@
 """The cost measurement at tiny shapes: every row, exact peaks, both paths alike, refusals."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
 
-from vflash_analysis import environment, sizes
+from vflash_analysis import environment, records, sizes
 from vflash_analysis.config import CostSettings, DrafterSettings
 from vflash_analysis.decoding import cost, measure
 from vflash_analysis.decoding.forwards import (
@@ -303,6 +305,62 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys, monkeypat
     assert cost.main(given) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: {message}") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("fault", ["suffix", "folder", "machine", "parent", "read_only"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    fault, config_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(cost, "measure", lambda *_: pytest.fail("measured"))
+    file, folder = tmp_path / "file", tmp_path / "folder.csv"
+    file.touch()
+    (folder / "machine.json").mkdir(parents=True)
+    out, message = {
+        "suffix": (tmp_path / "rows.txt", "rows.txt', allowed: the path of a file that ends in"),
+        "folder": (folder, f"--out: found a folder at {folder}, allowed: a file"),
+        "machine": (folder / "machine.csv", "machine.json, allowed: a file, or nothing"),
+        "parent": (file / "under" / "rows.csv", f"--out: found {file / 'under'}: Not a directory"),
+        "read_only": (file.parent / "rows.csv", "Read-only file system, allowed: a folder to"),
+    }[fault]
+    if fault == "read_only":  # what a mount refuses, it refuses root too
+
+        def refuse(**_):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(cost.tempfile, "TemporaryFile", refuse)
+    words = ["--shape", str(config_file), "--device", "cpu", "--contexts", "32"]
+    assert cost.main([*words, "--out", str(out)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: --out: ") and message in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_rows_that_cannot_be_written_are_printed(
+    suffix, config_file, tmp_path, capsys, monkeypatch, small_copy
+):
+    """A disk that is full by then, at the first file or at the second."""
+    out = tmp_path / "mine.csv"
+
+    def replace(source, target):
+        if target.suffix == suffix:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source))
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(records.os, "replace", replace)
+    words = ["--shape", str(config_file), "--device", "cpu", "--dtype", "float32"]
+    words += ["--contexts", "32", "--repeats", "1", "--out", str(out)]
+    assert cost.main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"error: {out}: No space left on device, allowed: a place to write to; what was measured "
+        "is printed\n"
+    )
+    table = printed.out[printed.out.index("run_id,") :]
+    kept = tmp_path / "printed.csv"
+    kept.write_text(table)
+    assert len(read_records_csv(kept, COSTS)) == 10
+    assert [path.name for path in tmp_path.glob("*mine*")] == ["mine.csv"] * (suffix == ".json")
 
 
 def test_a_profile_s_target_is_measured(tmp_path, small_copy):
