@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from vflash_analysis import config, estimate, sizes
+from vflash_analysis import config, estimate, shapes, sizes
 from vflash_analysis.config import DrafterKey
 from vflash_analysis.estimate import GPU
 from vflash_analysis.results.published import device_facts
 
 H100 = device_facts(GPU)
 H100_PROFILE = config.load_profile("h100")
-OWN = estimate.sizes_of(H100_PROFILE, sizes.LLAVA_ONEVISION_7B)
+OWN = estimate.sizes_of(H100_PROFILE, shapes.LLAVA_ONEVISION_7B)
 
 
 def test_memory_to_decode_the_papers_setting():

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vflash_analysis import config, estimate, paths, sizes
+from vflash_analysis import config, estimate, paths, shapes
 from vflash_analysis.clips import suites
 from vflash_analysis.config import Profile
 from vflash_analysis.environment import MEMORY, row
@@ -26,7 +26,7 @@ from vflash_analysis.model.inputs import prompt_text
 from vflash_analysis.model.source import known_shape, stored_numbers, weight_files
 from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, TargetFiles, outline_target, read_files
-from vflash_analysis.sizes import TargetShape
+from vflash_analysis.shapes import TargetShape
 
 Rows = list[dict[str, Any]]
 
@@ -38,7 +38,7 @@ def target_rows(profile: Profile) -> Rows:
     try:
         folder = config.target_folder(profile.target)
         files = read_files(folder, profile.target.revision or None)
-        target, shape = outline_target(files), sizes.read_shape(folder / "config.json")
+        target, shape = outline_target(files), shapes.read_shape(folder / "config.json")
         return [
             *_checkpoint_rows(files, target, shape),
             *_token_rows(profile, target),

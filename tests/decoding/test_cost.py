@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from vflash_analysis import environment, records, sizes
+from vflash_analysis import environment, records, shapes, sizes
 from vflash_analysis.config import CostSettings, DrafterSettings
 from vflash_analysis.decoding import cost, measure
 from vflash_analysis.decoding.forwards import (
@@ -26,7 +26,8 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.untrained import untrained_drafter, untrained_target
 from vflash_analysis.records import COSTS, read_records, read_records_csv, typed_frame
 from vflash_analysis.schemas import COPY, FORWARDS
-from vflash_analysis.sizes import DrafterShape, TargetShape, Work
+from vflash_analysis.shapes import DrafterShape, TargetShape
+from vflash_analysis.sizes import Work
 
 CPU = torch.device("cpu")
 TINY = TargetShape(4, 32, 4, 2, 8, 48, 400)
@@ -246,7 +247,7 @@ def test_a_forward_that_does_not_fit_costs_its_own_rows_only():
 def test_a_device_that_is_too_small_is_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(environment, "free_bytes", lambda device: 10**9)
     monkeypatch.setattr(measure, "copy_row", lambda *_: pytest.fail("measured"))
-    big = subject(sizes.LLAVA_ONEVISION_7B, name="7b", drafter=DrafterSettings(), dtype="bfloat16")
+    big = subject(shapes.LLAVA_ONEVISION_7B, name="7b", drafter=DrafterSettings(), dtype="bfloat16")
     with pytest.raises(InputError) as refusal:
         measure.measure(big, CostSettings(context_tokens=(25_119,)))
     told = str(refusal.value)

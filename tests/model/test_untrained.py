@@ -7,7 +7,7 @@ from vflash_analysis.config import DrafterSettings
 from vflash_analysis.decoding.memory import PeakMemory
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.untrained import untrained_drafter, untrained_target
-from vflash_analysis.sizes import DrafterShape, TargetShape
+from vflash_analysis.shapes import DrafterShape, TargetShape
 
 CPU = torch.device("cpu")
 SHAPE = TargetShape(5, 64, 8, 2, 8, 96, 200)

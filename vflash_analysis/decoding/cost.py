@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vflash_analysis import environment, paths, sizes
+from vflash_analysis import environment, paths, shapes
 from vflash_analysis.config import CostSettings, DrafterSettings, Profile
 from vflash_analysis.decoding.measure import Row, Subject, check_device, measure
 from vflash_analysis.decoding.methods.block import TREE_NODES
@@ -32,7 +32,7 @@ from vflash_analysis.records import (
     write_records,
     write_records_csv,
 )
-from vflash_analysis.sizes import TargetShape
+from vflash_analysis.shapes import TargetShape
 from vflash_analysis.training.pipeline import weights_folder
 
 LENGTHS = "512,2048,8192,16384,25119"  # of the command; the last is the page's demo clip
@@ -51,9 +51,9 @@ def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_fol
         InputError: no readable config.json of the target, or its device is too small.
     """
     wanted = settings.target
-    shape = sizes.read_shape(weights_folder(settings, target_folder) / "config.json")
+    shape = shapes.read_shape(weights_folder(settings, target_folder) / "config.json")
     subject = Subject(
-        sizes.shape_name(shape, settings.name),
+        shapes.shape_name(shape, settings.name),
         shape,
         settings.drafter,
         settings.decode.tree_nodes,
@@ -66,17 +66,17 @@ def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_fol
 
 
 def _named_shape(text: str) -> tuple[str, TargetShape]:
-    """A shape of `sizes.NAMED_SHAPES`, or of a config.json, with its name."""
-    if text in sizes.NAMED_SHAPES:
-        return text, sizes.NAMED_SHAPES[text]
+    """A shape of `shapes.NAMED_SHAPES`, or of a config.json, with its name."""
+    if text in shapes.NAMED_SHAPES:
+        return text, shapes.NAMED_SHAPES[text]
     path = paths.expanded(text)
     if path.suffix != ".json":
         raise InputError(
-            f"--shape: found {text!r}, allowed: {', '.join(sizes.NAMED_SHAPES)} or the path of a "
+            f"--shape: found {text!r}, allowed: {', '.join(shapes.NAMED_SHAPES)} or the path of a "
             "config.json"
         )
-    shape = sizes.read_shape(path)
-    return sizes.shape_name(shape, path.resolve().parent.name), shape
+    shape = shapes.read_shape(path)
+    return shapes.shape_name(shape, path.resolve().parent.name), shape
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -101,7 +101,9 @@ def _out_file(given: str | None, subject: Subject) -> Path:
     else:
         out = paths.expanded(given)
     if out.suffix != ".csv":
-        raise InputError(f"--out: found {str(out)!r}, allowed: the path of a file that ends in .csv")
+        raise InputError(
+            f"--out: found {str(out)!r}, allowed: the path of a file that ends in .csv"
+        )
     for file in (out, out.with_suffix(".json")):
         if file.is_dir():
             raise InputError(f"--out: found a folder at {file}, allowed: a file, or nothing")

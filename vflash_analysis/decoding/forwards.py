@@ -32,7 +32,8 @@ from vflash_analysis.decoding.tree import chain_parents, grow_tree
 from vflash_analysis.model.network import VFlashDrafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.model.text_stack import cache_keyword
-from vflash_analysis.sizes import DrafterShape, Work
+from vflash_analysis.shapes import DrafterShape
+from vflash_analysis.sizes import Work
 
 OURS, HUGGING_FACE = "vflash", "hf_sdpa"
 NEW_CONTEXT = 4  # rows that a cycle's committed tokens add to the drafter's context

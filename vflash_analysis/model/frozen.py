@@ -26,7 +26,7 @@ from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
 from vflash_analysis.model.text_stack import mlp_in_parts
-from vflash_analysis.sizes import FRAMES_PER_CHUNK, LONG_PROMPT
+from vflash_analysis.shapes import FRAMES_PER_CHUNK, LONG_PROMPT
 
 if TYPE_CHECKING:
     from vflash_analysis.model.compiled import CompiledTarget

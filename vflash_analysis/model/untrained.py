@@ -25,7 +25,7 @@ from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.network import VFlashDrafter
 from vflash_analysis.model.text_stack import store_input_major
-from vflash_analysis.sizes import TargetShape
+from vflash_analysis.shapes import TargetShape
 
 STOP_ID, IMAGE_ID, VIDEO_ID = 0, 1, 2
 SPARE_ROWS = 16  # embedding rows beyond the tokenizer, from which the mask is taken

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vflash_analysis import metrics, paths, sizes
+from vflash_analysis import metrics, paths, shapes, sizes
 from vflash_analysis.config import DrafterSettings
 from vflash_analysis.metrics import grouped, ratio, value_of
 from vflash_analysis.records import COSTS, read_records_csv
@@ -212,11 +212,8 @@ def modelled_rows(taus: Taus) -> list[Row]:
     implementation can beat and none reaches.
     """
     facts = published.device_facts(MODELLED_DEVICE)
-    target = sizes.NAMED_SHAPES[MODELLED_SHAPE]
-    own = DrafterSettings()
-    drafter = sizes.DrafterShape(
-        target, own.num_hidden_layers, own.num_tapped_layers, own.block_size
-    )
+    target = shapes.NAMED_SHAPES[MODELLED_SHAPE]
+    drafter = shapes.DrafterShape.of(target, DrafterSettings())
     origin = Origin(T10, f"{facts.name}, bfloat16 (modelled)", MODELLED, facts.source)
     rows: list[Row] = []
     for context in MODELLED_LENGTHS:
