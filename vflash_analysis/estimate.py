@@ -22,13 +22,17 @@ from typing import Any
 from vflash_analysis import config, shapes, sizes
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.results.published import DeviceFacts, device_facts
-from vflash_analysis.schemas import COMPARISON_METHODS
+from vflash_analysis.schemas import (
+    COMPARISON_METHODS,
+    ON_FEW_CLIPS,
+    VERIFY_ROWS,
+    VFLASH_METHODS,
+    WITH_DRAFTER,
+)
 from vflash_analysis.shapes import DrafterShape, TargetShape
 from vflash_analysis.sizes import Work
 
 TEXT_TOKENS = 30  # of a prompt beside its video: the page's 25,119 less 128 x 196 + 1
-VERIFY_ROWS = 61  # the anchor and 60 tree nodes
-WITH_DRAFTER = ("chain", "tree60", "hf_dflash")  # methods that run once per drafter
 LOGITS_COPIES = 5  # that live at the loss's peak, see `shapes.LOGITS_BYTES`
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # The page's 10.6 to 11.1 ms a token on one H100 against the 4.65 ms that reading takes there.
@@ -89,7 +93,7 @@ def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     frames, item, target = profile.clips.num_frames, own.itemsize, own.target
     drafters = len(config.main_drafters(profile))
     named = [method.partition(":")[0] for method in profile.decode.methods]
-    block_methods = sum(name in WITH_DRAFTER and name not in COMPARISON_METHODS for name in named)
+    block_methods = sum(name in VFLASH_METHODS for name in named)
     passing = [
         sizes.prefill_bytes(target, own.prompt_tokens, item),
         sizes.vision_bytes(target, frames, item),
@@ -238,7 +242,7 @@ def estimate_stages(
     texts = 0
     for method in decode.methods:
         name = method.partition(":")[0]
-        each = few if name in (*COMPARISON_METHODS, "lookup") else clips.clips_per_suite
+        each = few if name in ON_FEW_CLIPS else clips.clips_per_suite
         with_drafter = name in WITH_DRAFTER
         texts += each * (len(config.main_drafters(profile)) if with_drafter else 1)
     decoded_s = texts * decode.max_new_tokens * _step_s(own, gpu, decode.max_new_tokens)

@@ -10,14 +10,7 @@ import torch
 from vflash_analysis import environment, records, shapes, sizes
 from vflash_analysis.config import CostSettings, DrafterSettings
 from vflash_analysis.decoding import cost, measure
-from vflash_analysis.decoding.forwards import (
-    HUGGING_FACE,
-    NEW_CONTEXT,
-    OURS,
-    Forwards,
-    Job,
-    likely_tree,
-)
+from vflash_analysis.decoding.forwards import Forwards, Job, likely_tree
 from vflash_analysis.decoding.measure import Subject
 from vflash_analysis.decoding.memory import PeakMemory
 from vflash_analysis.decoding.timing import Timer
@@ -25,7 +18,7 @@ from vflash_analysis.decoding.tree import is_chain, tree_depths
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.untrained import untrained_drafter, untrained_target
 from vflash_analysis.records import COSTS, read_records, read_records_csv, typed_frame
-from vflash_analysis.schemas import COPY, FORWARDS
+from vflash_analysis.schemas import COPY, FORWARDS, HUGGING_FACE, NEW_CONTEXT, OURS
 from vflash_analysis.shapes import DrafterShape, TargetShape
 from vflash_analysis.sizes import Work
 

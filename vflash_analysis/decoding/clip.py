@@ -25,10 +25,11 @@ from vflash_analysis.decoding.lossless import ExactLogits, judge
 from vflash_analysis.decoding.plan import Planned, of_clip
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
+from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Prefill, Target
 from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
+from vflash_analysis.schemas import VERIFY_ROWS
 
 WARMUP = -1  # `repeat` of a decode that only warms up
 

@@ -21,7 +21,6 @@ from typing import Any
 from vflash_analysis import environment, paths, shapes
 from vflash_analysis.config import CostSettings, DrafterSettings, Profile
 from vflash_analysis.decoding.measure import Row, Subject, check_device, measure
-from vflash_analysis.decoding.methods.block import TREE_NODES
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import DTYPES
 from vflash_analysis.records import (
@@ -32,10 +31,9 @@ from vflash_analysis.records import (
     write_records,
     write_records_csv,
 )
+from vflash_analysis.schemas import TREE_NODES
 from vflash_analysis.shapes import TargetShape
 from vflash_analysis.training.pipeline import weights_folder
-
-LENGTHS = "512,2048,8192,16384,25119"  # of the command; the last is the page's demo clip
 
 
 def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_folder: Path) -> None:
@@ -144,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", required=True, help="a name, or the path of a config.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
-    parser.add_argument("--contexts", default=LENGTHS, help="lengths, tokens")
+    lengths = ",".join(map(str, CostSettings().context_tokens))
+    parser.add_argument("--contexts", default=lengths, help="lengths, tokens")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each forward")
     parser.add_argument("--out", help="a .csv file; default: in data/measured")
     asked = parser.parse_args(arguments)

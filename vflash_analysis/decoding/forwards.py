@@ -32,11 +32,10 @@ from vflash_analysis.decoding.tree import chain_parents, grow_tree
 from vflash_analysis.model.network import VFlashDrafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.model.text_stack import cache_keyword
+from vflash_analysis.schemas import HUGGING_FACE, NEW_CONTEXT, OURS
 from vflash_analysis.shapes import DrafterShape
 from vflash_analysis.sizes import Work
 
-OURS, HUGGING_FACE = "vflash", "hf_sdpa"
-NEW_CONTEXT = 4  # rows that a cycle's committed tokens add to the drafter's context
 _HF_ATTENTION = {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
 _ANCHOR = 5  # any token
 

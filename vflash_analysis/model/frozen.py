@@ -22,10 +22,11 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs, text_stack, tokens
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import HF_NAME, NAME, backend_mask, register_attention
-from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
+from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
 from vflash_analysis.model.text_stack import mlp_in_parts
+from vflash_analysis.schemas import BLOCK_SIZE, VERIFY_ROWS
 from vflash_analysis.shapes import FRAMES_PER_CHUNK, LONG_PROMPT
 
 if TYPE_CHECKING:

@@ -22,13 +22,11 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs, text_stack
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
-from vflash_analysis.model.cache import BLOCK_SIZE
 from vflash_analysis.model.compiled import CompiledTarget
 from vflash_analysis.model.frozen import ATTENTIONS, Forward, Prefill, Target, check_config
 
 __all__ = [
     "ATTENTIONS",
-    "BLOCK_SIZE",
     "DTYPES",
     "Forward",
     "Prefill",

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from vflash_analysis import metrics, paths, shapes, sizes
-from vflash_analysis.config import DrafterSettings
+from vflash_analysis.config import CostSettings, DrafterSettings
 from vflash_analysis.metrics import grouped, ratio, value_of
 from vflash_analysis.records import COSTS, read_records_csv
 from vflash_analysis.results import published
@@ -33,7 +33,6 @@ from vflash_analysis.results.sources import (
     decode_groups,
     method_rows,
 )
-from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import (
     MISSING,
     MODELLED,
@@ -54,17 +53,23 @@ from vflash_analysis.results.write import (
     titled,
     value_text,
 )
-from vflash_analysis.schemas import COPY, FORWARDS
+from vflash_analysis.schemas import (
+    BLOCK_SIZE,
+    COPY,
+    FORWARDS,
+    HUGGING_FACE,
+    NEW_CONTEXT,
+    OURS,
+    VERIFY_ROWS,
+    VFLASH_METHODS,
+)
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 T10 = "T10_cost_model"
-OURS, HUGGING_FACE = "vflash", "hf_sdpa"  # `by`: whose forward it is
-LIMIT, PAGE = "limit", "page"
+LIMIT, PAGE = "limit", "page"  # `by`, beside OURS and HUGGING_FACE: whose forward it is
 MODELLED_DEVICE = "H100 SXM"
 MODELLED_SHAPE = "llava-onevision-7b"
-MODELLED_LENGTHS = (512, 2048, 8192, 16384, 25119)
-NEW_CONTEXT = 4  # rows that a modelled draft adds to its context, as in the measured one
-_VERIFY_ROWS = {"ar": 1, "verify_chain": 16, "verify_tree60": 61}
+_ROWS = {"ar": 1, "verify_chain": BLOCK_SIZE, "verify_tree60": VERIFY_ROWS}
 _BY = {OURS: "ours", HUGGING_FACE: "HF SDPA", LIMIT: "modelled", PAGE: "the page"}
 _NONE = math.nan
 Row = dict[str, Any]
@@ -216,10 +221,10 @@ def modelled_rows(taus: Taus) -> list[Row]:
     drafter = shapes.DrafterShape.of(target, DrafterSettings())
     origin = Origin(T10, f"{facts.name}, bfloat16 (modelled)", MODELLED, facts.source)
     rows: list[Row] = []
-    for context in MODELLED_LENGTHS:
+    for context in CostSettings().context_tokens:
         work = {
             forward: sizes.decoder_work(target, n_rows, context, itemsize=2)
-            for forward, n_rows in _VERIFY_ROWS.items()
+            for forward, n_rows in _ROWS.items()
         }
         draft = sizes.draft_work(drafter, context, NEW_CONTEXT, itemsize=2)
         work |= {f"draft_{method}": draft for method in VFLASH_METHODS}

@@ -19,9 +19,10 @@ from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import CONTINUATIONS, CYCLES, GENERATIONS, read_records
 from vflash_analysis.results.objectives import side_by_side
+from vflash_analysis.schemas import BLOCK_SIZE
 from vflash_analysis.stats import Bootstrap, Interval
 
-BIGRAM_DRAFTS = 15  # as many as a block drafts
+BIGRAM_DRAFTS = BLOCK_SIZE - 1  # as many as a block drafts
 BIGRAM = "bigram"
 BASELINES = ("lookup", BIGRAM)
 

@@ -16,7 +16,6 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import Combine, grouped, ratio, ratio_of_ratios
-from vflash_analysis.records import BENCHMARKS, COMPARISON_METHODS
 from vflash_analysis.results import published
 from vflash_analysis.results.sources import (
     DecodeGroup,
@@ -36,9 +35,15 @@ from vflash_analysis.results.tidy import (
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, cell_text, pivot, places, titled
+from vflash_analysis.schemas import (
+    BENCHMARKS,
+    COMPARISON_METHODS,
+    HF_DFLASH,
+    HF_GENERATE,
+    VFLASH_METHODS,
+)
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
-VFLASH_METHODS = ("chain", "tree60")
 MAIN_ARMS = ("mask_only", "self_reveal")
 _NONE = Interval(math.nan, math.nan, math.nan, 0)
 Row = dict[str, Any]
@@ -100,7 +105,7 @@ def _cycles_of(group: DecodeGroup, rows: pd.DataFrame) -> pd.DataFrame:
 
 def _ar_rows(group: DecodeGroup, origin: Origin, boot: Bootstrap) -> list[Row]:
     ar = group.rows.loc[(group.rows["method"] == "ar") & (group.rows["setting"] == "")]
-    hf = group.rows.loc[group.rows["method"] == "hf_generate"]
+    hf = group.rows.loc[group.rows["method"] == HF_GENERATE]
     ms = metrics.ms_per_token_parts(ar)
     rows = by_benchmark(origin, "ar_ms_per_token", "ms", ms, ratio, boot, "ar")
     if not hf.empty:
@@ -132,7 +137,7 @@ def _speed_rows(
             ("other_share", "share", metrics.other_share_parts(cycles), ratio),
         ]
     hf = group.rows.loc[
-        (group.rows["method"] == "hf_dflash")
+        (group.rows["method"] == HF_DFLASH)
         & group.rows["drafter_sha256"].isin(set(rows["drafter_sha256"]))
     ]
     if method == "chain" and not hf.empty:
