@@ -119,22 +119,6 @@ def test_the_tree_is_one_that_a_drafter_might_grow():
 # --------------------------------------------------------------------------- memory
 
 
-def test_peak_memory_is_what_a_call_held_at_one_time():
-    with PeakMemory(CPU) as memory:
-        kept = torch.zeros(1000)
-
-        def call():
-            first = torch.zeros(100_000)
-            second = torch.zeros(50_000)
-            del first
-            third = torch.zeros(60_000)
-            return second, third
-
-        memory.measure("call", call)
-        memory.measure("nothing", lambda: kept.shape)
-    assert memory.peak_bytes == {"call": 600_000, "nothing": 0}
-
-
 def test_our_memory_grows_with_the_mask_alone_and_no_head_is_repeated():
     """Peaks at three lengths: a cached token costs no more at the longer ones, so nothing is squared.
 
