@@ -297,14 +297,11 @@ class Target:
         return self.lm_head(hidden)
 
     @torch.inference_mode()
-    def encode_video(
-        self, pixel_values: torch.Tensor, frames_per_chunk: int = FRAMES_PER_CHUNK
-    ) -> torch.Tensor:
+    def encode_video(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Video tokens of a clip, the vision tower being run on a few frames at a time.
 
         Args:
             pixel_values: (1, T, 3, S, S)
-            frames_per_chunk: frames per pass of the vision tower.
 
         Returns:
             (T * tokens_per_frame + 1, H); the last row is the newline token.
@@ -312,7 +309,7 @@ class Target:
         Raises:
             InputError: the model gives another number of tokens, such as a newline a frame.
         """
-        chunks = pixel_values.split(frames_per_chunk, dim=1)
+        chunks = pixel_values.split(FRAMES_PER_CHUNK, dim=1)
         parts = []
         for number, chunk in enumerate(chunks, start=1):
             # (1, t * tokens_per_frame + 1, H): every call appends the newline, only the last stays.

@@ -19,11 +19,12 @@ from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import CONTINUATIONS, CYCLES, GENERATIONS, read_records
 from vflash_analysis.results.objectives import side_by_side
-from vflash_analysis.schemas import BLOCK_SIZE
+from vflash_analysis.schemas import BLOCK_SIZE, VFLASH_METHODS
 from vflash_analysis.stats import Bootstrap, Interval
 
 BIGRAM_DRAFTS = BLOCK_SIZE - 1  # as many as a block drafts
 BIGRAM = "bigram"
+CHAIN = VFLASH_METHODS[0]
 BASELINES = ("lookup", BIGRAM)
 
 
@@ -127,8 +128,8 @@ def acceptance(folder: Path, boot: Bootstrap) -> pd.DataFrame:
     return pd.DataFrame(rows).round(2)
 
 
-def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> pd.DataFrame:
-    """Accepted drafts of a method minus a baseline's, paired over texts; one row per baseline.
+def gains(folder: Path, boot: Bootstrap) -> pd.DataFrame:
+    """Accepted drafts of the chain minus a baseline's, paired over texts; one row per baseline.
 
     Columns: method, baseline; value, low, high of the difference; texts; shown, whether the
     interval excludes 0.
@@ -136,13 +137,13 @@ def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> pd.DataFrame:
     _, cycles = _read(folder)
     parts = {
         name: metrics.accepted_drafts_parts(cycles[cycles["method"] == name])
-        for name in (method, *BASELINES)
+        for name in (CHAIN, *BASELINES)
     }
     rows = []
     for baseline in BASELINES:
-        both = side_by_side(parts[method], parts[baseline])
+        both = side_by_side(parts[CHAIN], parts[baseline])
         found = boot.videos(both, metrics.difference_of_ratios)
         shown = found.low > 0 or found.high < 0
         told = {"value": found.value, "low": found.low, "high": found.high, "texts": found.n}
-        rows.append({"method": method, "baseline": baseline, **told, "shown": shown})
+        rows.append({"method": CHAIN, "baseline": baseline, **told, "shown": shown})
     return pd.DataFrame(rows).round(3)
