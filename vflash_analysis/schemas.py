@@ -13,6 +13,7 @@ BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
 VFLASH_METHODS = ("chain", "tree60")
 # Hugging Face's own loops, run on the same prompts as an independent comparison.
 HF_GENERATE, HF_DFLASH = COMPARISON_METHODS = ("hf_generate", "hf_dflash")
+COMPILED = ", compiled"  # ends `device` of decodes in compiled steps, which those loops never take
 # What `decode.methods` may name, options after a colon aside.
 METHOD_NAMES = ("ar", *VFLASH_METHODS, "lookup", *COMPARISON_METHODS)
 WITH_DRAFTER = (*VFLASH_METHODS, HF_DFLASH)  # run once per drafter

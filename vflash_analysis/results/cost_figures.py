@@ -187,7 +187,7 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
     if not measured.empty:
         told = (
             f"Measured on {devices_text(measured)}: medians of n = {span_text(measured['n'])} "
-            "runs, error bars: quartiles; random weights. "
+            "runs, error bars: quartiles; random weights, not compiled. "
         )
     caption = (
         f"{told}Modelled (hollow): the least time that one H100's "
