@@ -1,11 +1,13 @@
-"""What a call allocates, seen by torch's own CPU allocator, kernels' scratch space included."""
+"""What one call allocates on a CPU, as the cost model measures it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch.profiler import ProfilerActivity, profile
+import torch
+
+from vflash_analysis.decoding.memory import PeakMemory
 
 
 @dataclass(frozen=True)
@@ -17,16 +19,7 @@ class Traced:
 
 
 def traced(call: Callable[[], object]) -> Traced:
-    """Runs `call` under the profiler; what lived before it does not count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        call()
-    assert recorded.profiler is not None
-    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
-    assert events, "the profiler saw no allocation"
-    events.sort(key=lambda event: event.start_ns())
-    sizes = [event.nbytes() for event in events]
-    live = peak = 0
-    for size in sizes:
-        live += size
-        peak = max(peak, live)
-    return Traced(max(sizes), peak)
+    """Runs `call`; what lived before it does not count."""
+    with PeakMemory(torch.device("cpu")) as memory:
+        memory.measure("call", call)
+    return Traced(max(memory.changes["call"]), memory.peak_bytes["call"])

@@ -45,6 +45,10 @@ def test_profiles_state_the_sizes_of_the_protocol():
     assert sizes == {"smoke": (1, 2, 2), "pocket": (3, 12, 20), "h100": (3, 50, 50)}
 
 
+def test_h100_measures_after_the_lengths_that_the_7b_is_modelled_at():
+    assert config.load_profile("h100").cost.context_tokens == config.CostSettings().context_tokens
+
+
 GROUP = {"arms": ["mask_only"], "budgets": [1], "training_clips": [4], "train_seeds": [0]}
 
 

@@ -6,14 +6,14 @@ import dataclasses
 
 import pytest
 
-from vflash_analysis import config, estimate, sizes
+from vflash_analysis import config, estimate, shapes, sizes
 from vflash_analysis.config import DrafterKey
 from vflash_analysis.estimate import GPU
 from vflash_analysis.results.published import device_facts
 
 H100 = device_facts(GPU)
 H100_PROFILE = config.load_profile("h100")
-OWN = estimate.sizes_of(H100_PROFILE, sizes.LLAVA_ONEVISION_7B)
+OWN = estimate.sizes_of(H100_PROFILE, shapes.LLAVA_ONEVISION_7B)
 
 
 def test_memory_to_decode_the_papers_setting():
@@ -63,7 +63,8 @@ def test_an_autoregressive_step_takes_what_the_page_prints():
     assert 10.6e-3 <= estimate._step_s(OWN, H100, 256) <= 11.1e-3
 
 
-def test_hours_of_decoding_are_a_product():
+def test_hours_of_decoding_by_hand():
+    """15 shards of 50 prefills and of 160 texts of 256 steps each."""
     profile = dataclasses.replace(
         H100_PROFILE,
         decode=dataclasses.replace(
@@ -71,10 +72,20 @@ def test_hours_of_decoding_are_a_product():
         ),
     )
     stages = {s.stage: s for s in estimate.estimate_stages(profile, OWN, [], H100)}
-    prefill_s = estimate._compute_s(estimate._prefill(profile, OWN), H100)
+    # vision: 414,721,568 weights over 128 x 729 patches, and scores of 26 layers, 1152 wide
+    prefill = 2 * 414_721_568 * 128 * 729 + 4 * 26 * 1152 * 128 * 729**2
+    # the text stack: 28 layers of 233,057,792 weights, one row of the head, scores of 28 heads
+    prefill += 2 * 28 * 233_057_792 * 25_119 + 2 * 152_128 * 3584
+    prefill += 4 * 28 * 28 * 128 * (25_119 * 25_120 // 2)
+    prefill_s = prefill / (0.4 * 989e12)
+    assert prefill_s == pytest.approx(1.36508, abs=1e-5)
+    # a step reads layers, last norm and head once, and the cache at the middle of a text
+    read = 2 * (28 * 233_057_792 + 3584 + 152_128 * 3584) + 57_344 * (25_119 + 128)
+    step_s = read / (0.43 * 3.35e12)
+    assert step_s == pytest.approx(10.8223e-3, abs=1e-7)
     texts = 50 + 2 * 50 + 10  # autoregressive, the chain with two drafters, Hugging Face's on 10
-    text_s = 256 * estimate._step_s(OWN, H100, 256)
-    expected = 15 * (50 * prefill_s + texts * text_s) / 3600
+    expected = 15 * (50 * prefill_s + texts * 256 * step_s) / 3600
+    assert expected == pytest.approx(2.13139, abs=1e-5)
     assert stages["decode"].gpu_hours == pytest.approx(expected)
     assert stages["decode"].shards == 15
     assert stages["drafter"].gpu_hours == 0.0 == stages["drafter"].disk_bytes

@@ -217,6 +217,8 @@ def test_later_notebooks_fall_back_on_the_tracked_records(place, monkeypatch):
     assert stage.tracked and stage.record_folders is None
     told = "reads the tracked records, not this run's results: 1 of 1 shards are not done, first "
     assert told + "decode-VDC-0" in repr(stage)
+    cost = open_stage("cost", "smoke")  # the target is not there: nothing of its own to show
+    assert cost.tracked and cost.shown_folders is None
     (place / "tracked" / "generations.parquet").write_text("other\n")
     os.utime(place / "tracked" / "generations.parquet", ns=(1, 1))
     assert open_stage("speedup", "smoke").run_id != stage.run_id

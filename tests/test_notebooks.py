@@ -253,6 +253,28 @@ def test_the_same_result_from_any_working_directory(tmp_path):
     assert told[0] == told[1] == told[2] and len(told[0][1]) >= 3
 
 
+def test_every_notebook_from_60_on_falls_back_on_the_tracked_records():
+    falling = {stage.notebook[:2] for stage in STAGES.values() if stage.falls_back}
+    assert falling == {stage.notebook[:2] for stage in STAGES.values() if stage.notebook >= "60"}
+    for stage in STAGES.values():
+        assert stage.falls_back == ("or nothing" in page(stage.notebook)), stage.name
+
+
+@pytest.mark.slow
+def test_the_cost_page_without_a_target_shows_the_tracked_records(tmp_path):
+    """By papermill: nothing is measured, and the folder is done."""
+    out = tmp_path / "out.ipynb"
+    words = ["-m", "papermill", str(paths.NOTEBOOKS / "65_measure_cost.ipynb"), str(out)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("VFLASH_")}
+    environment["VFLASH_RUNS"] = str(tmp_path)
+    words += ["-k", "python3", "-p", "profile", "smoke"]
+    subprocess.run([sys.executable, *words], env=environment, check=True, capture_output=True)
+    (done,) = (tmp_path / "smoke" / "cost").glob("*/DONE")
+    assert "costs.parquet" in json.loads(done.read_text())["outputs"]
+    assert json.loads((done.parent / "manifest.json").read_text())["tracked_records"]
+    assert "turn " not in out.read_text()
+
+
 @pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
 def test_a_page_names_every_notebook_it_needs(stage):
     (needs,) = re.findall(r"^\| needs \|(.*)\|$", page(stage.notebook), re.MULTILINE)

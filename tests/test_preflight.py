@@ -14,7 +14,7 @@ import torch
 from tests.tiny import save_target, tiny_target
 from vflash_analysis import config, devices, paths, preflight, runner, stages
 from vflash_analysis.errors import InputError
-from vflash_analysis.sizes import LLAVA_ONEVISION_7B
+from vflash_analysis.shapes import LLAVA_ONEVISION_7B
 from vflash_analysis.summary import Outcome
 
 H100 = config.load_profile("h100")

@@ -478,6 +478,19 @@ def package(tmp_path, monkeypatch):
     return home, book
 
 
+def test_an_estimate_is_code_of_the_cost_model_alone():
+    """Edited, it changes no clip, text, drafter or decode; shapes, of which targets are built, do."""
+    parts = {
+        name: set(identity.code_parts(paths.NOTEBOOKS / stage.notebook))
+        for name, stage in stages.STAGES.items()
+    }
+    estimated = {name for name, found in parts.items() if "vflash_analysis.sizes" in found}
+    assert estimated >= {"cost"}
+    assert not estimated & {"environment", "clips", "target", "continuations", "drafter", "decode"}
+    shaped = {name for name, found in parts.items() if "vflash_analysis.shapes" in found}
+    assert shaped >= {"target", "continuations", "drafter", "decode", "cost"}
+
+
 def test_code_digest_sees_code_and_nothing_else(package):
     home, book = package
     before = identity.code_digest(book)

@@ -200,14 +200,7 @@ def _doctor_data(settings: config.Profile, as_json: bool) -> NoReturn:
     root = config.local_paths().get("data")
     holdings = inventory.take_stock(settings.clips, root)
     rows = [inventory.as_row(holding, root) for holding in holdings]
-    shown = []
-    for holding, row in zip(holdings, rows, strict=True):
-        told = {**row, "state": "ok" if holding.complete else "MISSING"}
-        told["videos"] = f"{row['found']} of {row['videos_expected'] or row['listed'] or '?'}"
-        told["drawn"] = f"{row['drawn_found']} of {row['drawn'] or '?'}"
-        told["GB"] = f"{row['download_bytes'] / 1e9:.0f}" if row["download_bytes"] else ""
-        told["gated"] = {True: "form", False: "no"}.get(row["gated"], "")
-        shown.append({name: "" if value is None else value for name, value in told.items()})
+    shown = [inventory.shown(*pair) for pair in zip(holdings, rows, strict=True)]
     columns = ["name", "state", "videos", "drawn", "hub_id", "revision", "GB", "gated", "licence"]
     _print_table(shown, columns)
     for line in dict.fromkeys(one for row in rows for one in [*row["faults"], *row["gaps"]]):
@@ -302,27 +295,6 @@ def rehearse(
     _say({"folder": str(folder), "clips": {k: len(v) for k, v in made.items()}}, as_json)
 
 
-def _records(
-    profile: str | None,
-    overrides: dict[str, Any],
-    ablation: bool = False,
-    all_clips: bool = False,
-    keep_stale: bool = False,
-) -> Any:
-    """Records of the finished shards of a plan; the tracked ones without a profile."""
-    from vflash_analysis.publish import records_of
-    from vflash_analysis.results.sources import load_records
-
-    if profile is None:
-        if overrides or ablation or all_clips or keep_stale:
-            raise InputError(
-                "--set, --ablation, --all, --keep-stale: allowed with --profile only; the tracked "
-                "records are drawn as they are"
-            )
-        return load_records()
-    return records_of(stages.plan(profile, overrides, ablation, all_clips, keep_stale))
-
-
 def _name_lacking(found: Any) -> int:
     """Say which shards of a run its records lack; returns the exit code, 0 where none is."""
     from vflash_analysis.results.sources import some_names
@@ -353,7 +325,7 @@ def figures(
 
     A run's records are those of the finished shards that `vflash run` with the same options plans.
     """
-    from vflash_analysis.publish import publish as publish_run
+    from vflash_analysis import publish as publishing
     from vflash_analysis.results.report import build_results
 
     overrides = _overrides(set_)
@@ -362,12 +334,9 @@ def figures(
     samples = config.load_profile(profile or config.TRACKED_PROFILE, overrides).bootstrap_samples
     code = 0
     if publish:
-        shards = stages.plan(config.TRACKED_PROFILE, all_clips=all_clips)
-        planned = {shard.name for shard in shards}
-        whole = stages.plan(config.TRACKED_PROFILE, ablation=True, all_clips=all_clips)
-        written = publish_run(shards, [s for s in whole if s.name not in planned], samples)
+        written = publishing.publish_planned(all_clips, samples)
     else:
-        found = _records(profile, overrides, ablation, all_clips, keep_stale)
+        found = publishing.chosen_records(profile, overrides, ablation, all_clips, keep_stale)
         written = build_results(found, n_samples=samples)
         code = _name_lacking(found)
     names = [paths.relative_to_root(path) for path in written]
@@ -388,12 +357,13 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """Print a table: ours beside the published numbers unless another is named."""
+    from vflash_analysis.publish import chosen_records
     from vflash_analysis.results.report import make_table
     from vflash_analysis.stats import Bootstrap
 
     overrides = _overrides(set_)
     samples = config.load_profile(profile or config.TRACKED_PROFILE, overrides).bootstrap_samples
-    found = _records(profile, overrides, ablation, all_clips, keep_stale)
+    found = chosen_records(profile, overrides, ablation, all_clips, keep_stale)
     made = make_table(table, found, Bootstrap(n_samples=samples))
     Console().print(Text(made.title, style="bold"), Text(made.caption), sep="\n")
     for section in made.sections:
@@ -417,8 +387,10 @@ def demo(
 ) -> None:
     """Play one recorded clip side by side: autoregressive decoding and Tree-60."""
     from vflash_analysis import demo as player
+    from vflash_analysis.publish import chosen_records
 
-    found = _records(profile, _overrides(set_), all_clips=all_clips, keep_stale=keep_stale)
+    overrides = _overrides(set_)
+    found = chosen_records(profile, overrides, all_clips=all_clips, keep_stale=keep_stale)
     shown = player.pick(found, clip, ("ar", "tree60"))
     player.play(shown, slower, Console())
     speedup = shown[0].decode_s / shown[1].decode_s

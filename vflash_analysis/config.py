@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
-from vflash_analysis.schemas import COMPARISON_METHODS, METHOD_NAMES
+from vflash_analysis.schemas import BLOCK_SIZE, COMPARISON_METHODS, METHOD_NAMES, TREE_NODES
 from vflash_analysis.strict import Bounds, apply_overrides, build, is_text, read_yaml, shown
 
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
@@ -82,7 +82,7 @@ class DrafterSettings:
 
     source: str | None = None  # a folder with a trained drafter per arm, used instead of training
     num_hidden_layers: Annotated[int, Bounds(1, 64)] = 4
-    block_size: Annotated[int, Bounds(2, 16)] = 16
+    block_size: Annotated[int, Bounds(2, BLOCK_SIZE)] = BLOCK_SIZE
     num_tapped_layers: Annotated[int, Bounds(1, 64)] = 4
     intermediate_size: Annotated[int, Bounds(1)] | None = None  # null: the target's
     context: Literal["all", "text_only"] | float = (
@@ -123,7 +123,7 @@ class DecodeSettings:
 
     methods: tuple[str, ...]
     max_new_tokens: Annotated[int, Bounds(1, 8192)]
-    tree_nodes: Annotated[int, Bounds(1, 512)] = 60
+    tree_nodes: Annotated[int, Bounds(1, 512)] = TREE_NODES
     spine_first: bool = False
     draft_rounds: Annotated[int, Bounds(1, 15)] = 1
     warmup_clips: Annotated[int, Bounds(0)] = 1
@@ -137,7 +137,10 @@ class DecodeSettings:
 class CostSettings:
     """Which forwards the cost model times."""
 
-    context_tokens: tuple[Annotated[int, Bounds(16, 1_000_000)], ...]
+    # the last is the page's demo clip
+    context_tokens: tuple[Annotated[int, Bounds(16, 1_000_000)], ...] = (
+        512, 2048, 8192, 16384, 25119,
+    )  # fmt: skip
     repeats: Annotated[int, Bounds(1, 1000)] = 7  # timed runs of each forward at each length
 
 

@@ -19,17 +19,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vflash_analysis import config, sizes
+from vflash_analysis import config, shapes, sizes
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.results.published import DeviceFacts, device_facts
-from vflash_analysis.schemas import COMPARISON_METHODS
-from vflash_analysis.sizes import DrafterShape, TargetShape, Work
+from vflash_analysis.schemas import (
+    COMPARISON_METHODS,
+    ON_FEW_CLIPS,
+    VERIFY_ROWS,
+    VFLASH_METHODS,
+    WITH_DRAFTER,
+)
+from vflash_analysis.shapes import DrafterShape, TargetShape
+from vflash_analysis.sizes import Work
 
 TEXT_TOKENS = 30  # of a prompt beside its video: the page's 25,119 less 128 x 196 + 1
-VERIFY_ROWS = 61  # the anchor and 60 tree nodes
-WITH_DRAFTER = ("chain", "tree60", "hf_dflash")  # methods that run once per drafter
-LOGITS_COPIES = 5  # that live at the loss's peak, see `sizes.LOGITS_BYTES`
+LOGITS_COPIES = 5  # that live at the loss's peak, see `shapes.LOGITS_BYTES`
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 # The page's 10.6 to 11.1 ms a token on one H100 against the 4.65 ms that reading takes there.
 BANDWIDTH_SHARE = 0.43
@@ -51,14 +56,7 @@ class Sizes:
 
 def sizes_of(profile: Profile, target: TargetShape) -> Sizes:
     """The sizes a profile gives to a target of some shape."""
-    own = profile.drafter
-    drafter = DrafterShape(
-        target,
-        own.num_hidden_layers,
-        own.num_tapped_layers,
-        own.block_size,
-        own.intermediate_size,
-    )
+    drafter = DrafterShape.of(target, profile.drafter)
     frame = 0 if target.vision is None else target.vision.tokens_per_frame
     prompt = profile.clips.num_frames * frame + 1 + TEXT_TOKENS
     return Sizes(target, drafter, prompt, ITEMSIZE[profile.target.dtype])
@@ -78,10 +76,10 @@ def target_shape(profile: Profile) -> TargetShape | None:
     if profile.target.source is None:
         folder = config.local_paths().get("target")
         if folder is None or not (folder / "config.json").is_file():
-            return sizes.LLAVA_ONEVISION_7B
+            return shapes.LLAVA_ONEVISION_7B
     else:
         folder = config.target_folder(profile.target)
-    return sizes.read_shape(folder / "config.json")
+    return shapes.read_shape(folder / "config.json")
 
 
 def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
@@ -96,7 +94,7 @@ def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     frames, item, target = profile.clips.num_frames, own.itemsize, own.target
     drafters = len(config.main_drafters(profile))
     named = [method.partition(":")[0] for method in profile.decode.methods]
-    block_methods = sum(name in WITH_DRAFTER and name not in COMPARISON_METHODS for name in named)
+    block_methods = sum(name in VFLASH_METHODS for name in named)
     passing = [
         sizes.prefill_bytes(target, own.prompt_tokens, item),
         sizes.vision_bytes(target, frames, item),
@@ -135,7 +133,7 @@ def training_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     recomputed += sizes.tap_bytes(own.drafter, rows, item)
     anchors, keep = settings.anchors_per_clip, not settings.activation_checkpointing
     slots = anchors * (own.drafter.block_size - 1)
-    logits = min(sizes.LOGITS_BYTES, slots * own.target.vocab_size * 4)
+    logits = min(shapes.LOGITS_BYTES, slots * own.target.vocab_size * 4)
     saved = sizes.saved_bytes(own.drafter, rows, anchors, 2, keep) + LOGITS_COPIES * logits
     if profile.continuations.states == "stored":
         recomputed = 0
@@ -245,7 +243,7 @@ def estimate_stages(
     texts = 0
     for method in decode.methods:
         name = method.partition(":")[0]
-        each = few if name in (*COMPARISON_METHODS, "lookup") else clips.clips_per_suite
+        each = few if name in ON_FEW_CLIPS else clips.clips_per_suite
         with_drafter = name in WITH_DRAFTER
         texts += each * (len(config.main_drafters(profile)) if with_drafter else 1)
     decoded_s = texts * decode.max_new_tokens * _step_s(own, gpu, decode.max_new_tokens)

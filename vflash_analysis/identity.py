@@ -104,7 +104,12 @@ def code_cells(notebook: Path) -> list[dict[str, Any]]:
 
 
 def code_digest(notebook: Path) -> str:
-    """SHA-256 of a stage's code: its cells and every module of the package they reach.
+    """SHA-256 of a stage's code (see `code_parts`)."""
+    return sha256_of_json(code_parts(notebook))
+
+
+def code_parts(notebook: Path) -> dict[str, str]:
+    """Digests of a stage's code: of its cells, and by name of every module that they reach.
 
     The `parameters` cell is left out (parameters are hashed by value), and so is orchestration.
     """
@@ -122,7 +127,7 @@ def code_digest(notebook: Path) -> str:
         status = file.stat()
         digests[name], imports = _module_facts(file, status.st_mtime_ns, status.st_size)
         waiting |= set(imports) - ORCHESTRATION
-    return sha256_of_json(digests)
+    return digests
 
 
 class FileDigests:

@@ -105,9 +105,12 @@ class OpenStage:
         return None if self.tracked else [shard.folder for shard in self.upstream]
 
     @property
-    def shown_folders(self) -> list[Path]:
-        """Its own folder and those of `beside`: what the page of a stage with own records shows."""
-        return [self.folder, *(shard.folder for shard in self.beside)]
+    def shown_folders(self) -> list[Path] | None:
+        """Its own folder and those of `beside`: what the page of a stage with own records shows.
+
+        None stands for the tracked records.
+        """
+        return None if self.tracked else [self.folder, *(shard.folder for shard in self.beside)]
 
     def finish(self, planned: int = 1, done: int = 1, **facts: Any) -> pd.DataFrame:
         """Write the manifest, then `DONE`; and show what the stage left.

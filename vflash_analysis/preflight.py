@@ -30,7 +30,7 @@ from vflash_analysis.model.source import (
 )
 from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, TargetFiles, outline_target, read_files
-from vflash_analysis.sizes import TargetShape
+from vflash_analysis.shapes import TargetShape
 
 Rows = list[dict[str, Any]]
 

@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import paths, records, stages
+from vflash_analysis.config import TRACKED_PROFILE
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import ANCHORS, TRAINING
 from vflash_analysis.results.claims import check_readme, write_claims
@@ -66,6 +67,28 @@ def records_of(shards: Sequence[Shard]) -> Records:
         lacking=tuple(shard.name for shard in holding if shard not in done),
         stale=tuple(shard.name for shard in done if shard.stale),
     )
+
+
+def chosen_records(
+    profile: str | None,
+    overrides: Mapping[str, Any],
+    ablation: bool = False,
+    all_clips: bool = False,
+    keep_stale: bool = False,
+) -> Records:
+    """Records of the finished shards of a plan; the tracked ones without a profile.
+
+    Raises:
+        InputError: options of a plan without a profile, or no finished shard has records.
+    """
+    if profile is None:
+        if overrides or ablation or all_clips or keep_stale:
+            raise InputError(
+                "--set, --ablation, --all, --keep-stale: allowed with --profile only; the tracked "
+                "records are drawn as they are"
+            )
+        return load_records()
+    return records_of(stages.plan(profile, overrides, ablation, all_clips, keep_stale))
 
 
 def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
@@ -215,6 +238,14 @@ def tracked_gates(n_samples: int) -> pd.DataFrame:
         ignore_index=True,
     )
     return both[["gate", "value", "allowed", "n", "passed"]]
+
+
+def publish_planned(all_clips: bool, n_samples: int) -> list[Path]:
+    """`publish` of the tracked profile's run, and of what there is of its ablation."""
+    shards = stages.plan(TRACKED_PROFILE, all_clips=all_clips)
+    planned = {shard.name for shard in shards}
+    whole = stages.plan(TRACKED_PROFILE, ablation=True, all_clips=all_clips)
+    return publish(shards, [s for s in whole if s.name not in planned], n_samples)
 
 
 def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) -> list[Path]:

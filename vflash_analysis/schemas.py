@@ -9,10 +9,18 @@ from typing import Any
 import pyarrow as pa
 
 BENCHMARKS = ("VDC", "Video-MME", "MVBench", "MLVU", "LVB")
+# Those of the paper: one drafter in two shapes.
+VFLASH_METHODS = ("chain", "tree60")
 # Hugging Face's own loops, run on the same prompts as an independent comparison.
-COMPARISON_METHODS = ("hf_generate", "hf_dflash")
+HF_GENERATE, HF_DFLASH = COMPARISON_METHODS = ("hf_generate", "hf_dflash")
+COMPILED = ", compiled"  # ends `device` of decodes in compiled steps, which those loops never take
 # What `decode.methods` may name, options after a colon aside.
-METHOD_NAMES = ("ar", "chain", "tree60", "lookup", *COMPARISON_METHODS)
+METHOD_NAMES = ("ar", *VFLASH_METHODS, "lookup", *COMPARISON_METHODS)
+WITH_DRAFTER = (*VFLASH_METHODS, HF_DFLASH)  # run once per drafter
+ON_FEW_CLIPS = ("lookup", *COMPARISON_METHODS)  # decode `decode.comparison_clips` clips
+BLOCK_SIZE = 16  # most slots of a block: the anchor and 15 masks
+TREE_NODES = 60  # of `tree60`, the anchor not counted
+VERIFY_ROWS = 1 + TREE_NODES  # the most rows one verify appends
 # Name of the paper's target; its "-chat-hf" variant is another one.
 PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
 
@@ -205,9 +213,13 @@ CONTINUATIONS = _schema(
 """One row per clip: `input_ids` is prompt and continuation, `new_tokens` the continuation's part."""
 
 FORWARDS = (
-    "ar", "verify_chain", "verify_tree60", "draft_chain", "draft_tree60", "context_projection",
-)  # fmt: skip
+    "ar",
+    *(f"{part}_{method}" for part in ("verify", "draft") for method in VFLASH_METHODS),
+    "context_projection",
+)
 COPY = "copy"
+OURS, HUGGING_FACE = "vflash", "hf_sdpa"  # whose forward it is
+NEW_CONTEXT = 4  # rows that a draft's forward adds to its context: what a cycle may commit
 
 COSTS = _schema(
     "costs",
@@ -235,7 +247,7 @@ COSTS = _schema(
 )
 """One row per implementation, forward and context length of a target with random weights.
 
-`implementation` is "vflash" (ours), "hf_sdpa" (Hugging Face's) or "torch". `forward` is one of
+`implementation` is OURS, HUGGING_FACE or "torch". `forward` is one of
 FORWARDS, or COPY: a large copy on the device, whose `read_bytes` are bytes read plus bytes written
 and whose context is 0. Elsewhere `read_bytes` and `flops` are what the forward cannot do without,
 by `sizes`. `seconds` is the median of `repeats`, `seconds_low` and `seconds_high` its quartiles;

@@ -150,6 +150,7 @@ STAGES = {
             ),
             ("target",),
             ("costs.parquet",),
+            falls_back=True,
             beside=("decode",),
         ),
         Stage(

@@ -24,6 +24,9 @@ def bench() -> Bench:
 
 def test_the_methods_are_those_that_settings_may_name():
     assert [*METHODS, *schemas.COMPARISON_METHODS] == list(schemas.METHOD_NAMES)
+    drafting = [name for name, entry in METHODS.items() if entry.drafter_type is not None]
+    assert [*drafting, schemas.HF_DFLASH] == list(schemas.WITH_DRAFTER)
+    assert set(schemas.ON_FEW_CLIPS) < set(schemas.METHOD_NAMES)
 
 
 def cache_at_every_draft(drafter, run) -> list[list[torch.Tensor]]:

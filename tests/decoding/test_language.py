@@ -1,5 +1,6 @@
 """A language model under the loop: exactness on tiny targets, and the experiment's steps in a row."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,18 @@ def test_decoded_texts_are_lossless_and_tabled(done):
     assert (table["identical"].drop(["ar", "bigram"]) == 1).all()
     assert table.loc["ar", "accepted_drafts"] == "0.00 [0.00, 0.00]"
     assert table.loc["ar", "accepted_length"] == "1.00 [1.00, 1.00]"
+    measured = rows[~rows["warmup"]]
+    for method in language.METHODS:
+        own = measured[measured["method"] == method]
+        tokens = sum(own["new_tokens"]) - len(own)
+        expected = 1000 * sum(own["decode_s"]) / tokens
+        assert table.loc[method, "ms_per_token"] == pytest.approx(expected, abs=0.006)
+        if method != "hf_generate":
+            told = float(table.loc[method, "accepted_length"].split()[0])
+            assert told == pytest.approx(tokens / sum(own["verify_calls"]), abs=0.006)
+    assert table.loc[["ar", "bigram"], "identical"].isna().all()
+    assert table.loc["hf_generate", "accepted_length"] == ""
+    assert np.isnan(table.loc["bigram", "ms_per_token"])
     found = gains(folder, Bootstrap(n_samples=50)).set_index("baseline")
     assert list(found.index) == ["lookup", "bigram"] and set(found["texts"]) == {2}
     for name in found.index:

@@ -1,12 +1,13 @@
-"""Memory of a long context: little more than weights, keys, values and tapped states."""
+"""Peaks by hand; a long context takes little more than weights, keys, values and tapped states."""
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from tests.memory import traced
 from vflash_analysis import paths
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.loop import decode
+from vflash_analysis.decoding.memory import PeakMemory
 from vflash_analysis.decoding.methods import build_method
 from vflash_analysis.model.drafter import drafter_cache, load_drafter
 from vflash_analysis.model.target import load_target
@@ -15,27 +16,21 @@ POCKET = paths.DATA / "pocket"
 CAP = 24
 
 
-def peak_bytes(run) -> int:
-    """Most memory that torch held at once of what `run` allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = peak = 0
-    for _, change in sorted(changes):
-        held += change
-        peak = max(peak, held)
-    return peak
+def test_peak_memory_is_what_a_call_held_at_one_time():
+    with PeakMemory(torch.device("cpu")) as memory:
+        kept = torch.zeros(1000)
 
+        def call():
+            first = torch.zeros(100_000)
+            second = torch.zeros(50_000)
+            del first
+            third = torch.zeros(60_000)
+            return second, third
 
-def test_the_peak_counts_what_is_held_together():
-    def run():
-        first = torch.zeros(100_000, dtype=torch.uint8)
-        del first
-        second, third = (torch.zeros(size, dtype=torch.uint8) for size in (50_000, 70_000))
-        del second, third
-
-    assert peak_bytes(run) == 120_000
+        memory.measure("call", call)
+        memory.measure("nothing", lambda: kept.shape)
+    assert memory.peak_bytes == {"call": 600_000, "nothing": 0}
+    assert memory.changes["call"][:4] == [400_000, 200_000, -400_000, 240_000]
 
 
 def bytes_of(tensors) -> int:
@@ -68,4 +63,4 @@ def test_25k_tokens_take_little_more_than_what_must_be_kept():
     kept = weights + sum(bytes_of(memory) for c in caches for memory in c.layers_in_place())
     kept += len(input_ids) * len(method.tap_layer_ids) * target.hidden_size * 4
     del caches
-    assert weights + peak_bytes(run) <= 1.3 * kept
+    assert weights + traced(run).peak <= 1.3 * kept

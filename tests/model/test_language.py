@@ -273,8 +273,6 @@ def test_case62_a_gguf_file_that_cannot_be_used_is_named(tmp_path, content, mess
     with pytest.raises(InputError, match=message) as error:
         load_language_model(file, "float32", "cpu", log=pytest.fail)
     assert "\n" not in str(error.value) and str(file) in str(error.value)
-    with pytest.raises(InputError, match=message):
-        load_language_model(tmp_path, "float32", "cpu", gguf_file="model.gguf", log=pytest.fail)
 
 
 def test_case62_what_a_gguf_file_takes_in_memory_is_said_before_it_is_taken(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ from vflash_analysis.model.source import (
 )
 from vflash_analysis.model.target import Target, load_target, outline_target, read_files
 from vflash_analysis.model.text_stack import store_input_major
-from vflash_analysis.sizes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B
+from vflash_analysis.shapes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B
 
 # Hugging Face saves and loads this model under the names of the original checkpoint.
 STORED_HEAD = "language_model.lm_head.weight"

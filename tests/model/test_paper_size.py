@@ -10,7 +10,7 @@ from tests.training.toys import SETTINGS
 from vflash_analysis.model import block_attention
 from vflash_analysis.model.drafter import VFlashConfig, VFlashDrafter
 from vflash_analysis.model.taps import default_tap_layers
-from vflash_analysis.sizes import LLAVA_ONEVISION_7B, DrafterShape
+from vflash_analysis.shapes import LLAVA_ONEVISION_7B, DrafterShape
 from vflash_analysis.sizes import saved_bytes as estimated_bytes
 from vflash_analysis.training.step import make_optimizers, raise_to_fp32
 

@@ -138,15 +138,16 @@ def test_prompts_of_different_length_in_one_padded_batch():
         torch.testing.assert_close(batched[row, -1], alone, atol=1e-5, rtol=0)
 
 
-def test_vision_encoding_does_not_depend_on_chunks():
+def test_vision_encoding_does_not_depend_on_chunks(monkeypatch):
     target = tiny_target(9)
     pixels = target.prepare_frames(tiny_frames(9, 5))
-    whole = target.encode_video(pixels, frames_per_chunk=5)
+    whole = target.encode_video(pixels)
     assert whole.shape == (5 * 9 + 1, target.hidden_size)
     official = target.model.get_video_features(pixels, return_dict=True).pooler_output[0]
     torch.testing.assert_close(whole, official, atol=0, rtol=0)
     for size in (1, 2, 3):
-        torch.testing.assert_close(target.encode_video(pixels, size), whole, atol=1e-12, rtol=0)
+        monkeypatch.setattr(frozen, "FRAMES_PER_CHUNK", size)
+        torch.testing.assert_close(target.encode_video(pixels), whole, atol=1e-12, rtol=0)
     assert torch.equal(whole[-1], target.model.model.image_newline)
 
 

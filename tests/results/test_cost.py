@@ -18,7 +18,14 @@ from vflash_analysis.results.cost_figures import UNMEASURED, cost_figure, cycle_
 from vflash_analysis.results.cycle_time import PREDICTED, cycle_frame
 from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.style import colour
-from vflash_analysis.results.tidy import MEASURED, MISSING, MODELLED, PUBLISHED_ONLY, STORED
+from vflash_analysis.results.tidy import (
+    MEASURED,
+    MISSING,
+    MODELLED,
+    PUBLISHED_ONLY,
+    STORED,
+    parse_setting,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +78,13 @@ def test_break_even_and_speed_up_by_hand():
     found = value(frame, "predicted_speedup", method="chain", **at)
     assert found == pytest.approx(tau / 2.6, rel=1e-5)
     rows = keyed(frame)
-    (told,) = set(rows.loc[(rows["quantity"] == "predicted_speedup"), "tau"])
-    assert told == f"{tau:.2f}"  # nothing was decoded with a tree
+    predicted = rows.loc[rows["quantity"] == "predicted_speedup"]
+    assert set(predicted["tau"]) == {f"{tau:.2f}"}  # nothing was decoded with a tree
+    # the 7B's too is at the length that this profile decoded, and its row says so
+    assert {"pocket", "llava-onevision-7b"} == set(predicted["shape"])
+    (profile,) = set(records.generations["profile"])
+    assert {parse_setting(text)["tau_of"] for text in predicted["setting"]} == {profile}
+    assert f"at the decoded length (chain {tau:.2f}, {profile})" in cost_table(records).caption
 
 
 def test_times_limits_and_memory_of_a_forward():
@@ -193,6 +205,8 @@ def test_f9_draws_ours_beside_hugging_face_and_break_even():
     assert figure.axes[4].get_ylabel() == "llava-onevision-7b\nmodelled ms a forward"
     caption = figure.texts[-1].get_text().replace("\n", " ")
     assert f"Measured on {DEVICE}, float32: medians of n = 5 runs" in caption
+    assert "random weights, not compiled." in caption
+    assert "nothing compiled whatever `target.compile` says" in cost_table(records).caption
 
 
 def test_f9_keeps_a_labelled_row_without_measurements():

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -328,3 +328,16 @@ def disk_line(holdings: Sequence[Holding], data_root: Path | None) -> str:
     more = f", and {', '.join(unknown)} of unknown size" if unknown else ""
     twice = "; packed ones need as much again while they are unpacked" if known else ""
     return f"to download {known:.0f} GB{more}{twice}; free {free_gb(data_root):.0f} GB"
+
+
+def shown(holding: Holding, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `as_row` as a person reads it in the doctor's table."""
+    told = {
+        **row,
+        "state": "ok" if holding.complete else "MISSING",
+        "videos": f"{row['found']} of {row['videos_expected'] or row['listed'] or '?'}",
+        "drawn": f"{row['drawn_found']} of {row['drawn'] or '?'}",
+        "GB": f"{row['download_bytes'] / 1e9:.0f}" if row["download_bytes"] else "",
+        "gated": {True: "form", False: "no"}.get(row["gated"], ""),
+    }
+    return {name: "" if value is None else value for name, value in told.items()}

@@ -25,10 +25,11 @@ from vflash_analysis.decoding.lossless import ExactLogits, judge
 from vflash_analysis.decoding.plan import Planned, of_clip
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.cache import VERIFY_ROWS, KVCache
+from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Prefill, Target
 from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
+from vflash_analysis.schemas import COMPILED, VERIFY_ROWS
 
 WARMUP = -1  # `repeat` of a decode that only warms up
 
@@ -130,7 +131,7 @@ class ClipDecoder:
             "dtype": str(target.dtype).removeprefix("torch."),
             "attention": target.attention,
             # Tables never pool devices: so nor compiled decodes with others.
-            "device": device_label(target.device) + (", compiled" if target.compiled else ""),
+            "device": device_label(target.device) + (COMPILED if target.compiled else ""),
             "frames_requested": facts.num_frames,
         }
 

@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from vflash_analysis import environment, paths, sizes
+from vflash_analysis import environment, paths, shapes
 from vflash_analysis.config import CostSettings, DrafterSettings, Profile
-from vflash_analysis.decoding.measure import Subject, measure
-from vflash_analysis.decoding.methods.block import TREE_NODES
+from vflash_analysis.decoding.measure import Row, Subject, check_device, measure
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import DTYPES
 from vflash_analysis.records import (
     COSTS,
     git_state,
+    typed_frame,
     write_json_atomic,
     write_records,
     write_records_csv,
 )
-from vflash_analysis.sizes import TargetShape
+from vflash_analysis.schemas import TREE_NODES
+from vflash_analysis.shapes import TargetShape
 from vflash_analysis.training.pipeline import weights_folder
-
-LENGTHS = "512,2048,8192,16384,25119"  # of the command; the last is the page's demo clip
 
 
 def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_folder: Path) -> None:
@@ -48,9 +49,9 @@ def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_fol
         InputError: no readable config.json of the target, or its device is too small.
     """
     wanted = settings.target
-    shape = sizes.read_shape(weights_folder(settings, target_folder) / "config.json")
+    shape = shapes.read_shape(weights_folder(settings, target_folder) / "config.json")
     subject = Subject(
-        sizes.shape_name(shape, settings.name),
+        shapes.shape_name(shape, settings.name),
         shape,
         settings.drafter,
         settings.decode.tree_nodes,
@@ -63,17 +64,17 @@ def measure_profile(settings: Profile, target_folder: Path, run_id: str, out_fol
 
 
 def _named_shape(text: str) -> tuple[str, TargetShape]:
-    """A shape of `sizes.NAMED_SHAPES`, or of a config.json, with its name."""
-    if text in sizes.NAMED_SHAPES:
-        return text, sizes.NAMED_SHAPES[text]
+    """A shape of `shapes.NAMED_SHAPES`, or of a config.json, with its name."""
+    if text in shapes.NAMED_SHAPES:
+        return text, shapes.NAMED_SHAPES[text]
     path = paths.expanded(text)
     if path.suffix != ".json":
         raise InputError(
-            f"--shape: found {text!r}, allowed: {', '.join(sizes.NAMED_SHAPES)} or the path of a "
+            f"--shape: found {text!r}, allowed: {', '.join(shapes.NAMED_SHAPES)} or the path of a "
             "config.json"
         )
-    shape = sizes.read_shape(path)
-    return sizes.shape_name(shape, path.resolve().parent.name), shape
+    shape = shapes.read_shape(path)
+    return shapes.shape_name(shape, path.resolve().parent.name), shape
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -85,9 +86,54 @@ def _lengths(text: str) -> tuple[int, ...]:
     return tuple(lengths)
 
 
+def _out_file(given: str | None, subject: Subject) -> Path:
+    """Where the rows go, seen to be writable before anything is measured.
+
+    Raises:
+        InputError: another suffix than .csv, a folder in the place of a file, or a folder that is
+            not there and cannot be made, or not be written to.
+    """
+    if given is None:
+        own = _slug(f"{environment.device_label(subject.device)} {subject.dtype}")
+        out = paths.MEASURED / f"{subject.name}_{own}.csv"
+    else:
+        out = paths.expanded(given)
+    if out.suffix != ".csv":
+        raise InputError(
+            f"--out: found {str(out)!r}, allowed: the path of a file that ends in .csv"
+        )
+    for file in (out, out.with_suffix(".json")):
+        if file.is_dir():
+            raise InputError(f"--out: found a folder at {file}, allowed: a file, or nothing")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise InputError(
+            f"--out: found {out.parent}: {error.strerror}, allowed: a folder to write to"
+        ) from None
+    return out
+
+
 def _slug(text: str) -> str:
     words = "".join(letter if letter.isalnum() else " " for letter in text.lower()).split()
     return "-".join(words)
+
+
+def _write(out: Path, rows: list[Row], machine: dict[str, Any]) -> None:
+    """The rows, and the machine's facts beside them; rows that find no room are printed.
+
+    Raises:
+        InputError: a file could not be written.
+    """
+    try:
+        write_records_csv(out, rows, COSTS)
+        write_json_atomic(out.with_suffix(".json"), machine)
+    except OSError as error:
+        typed_frame(rows, COSTS).to_csv(sys.stdout, index=False)
+        raise InputError(
+            f"{out}: {error.strerror}, allowed: a place to write to; what was measured is printed"
+        ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,9 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", required=True, help="a name, or the path of a config.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
-    parser.add_argument("--contexts", default=LENGTHS, help="lengths, tokens")
+    lengths = ",".join(map(str, CostSettings().context_tokens))
+    parser.add_argument("--contexts", default=lengths, help="lengths, tokens")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each forward")
-    parser.add_argument("--out", type=Path, help="CSV; default: in data/measured")
+    parser.add_argument("--out", help="a .csv file; default: in data/measured")
     asked = parser.parse_args(arguments)
     try:
         name, shape = _named_shape(asked.shape)
@@ -115,11 +162,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "vflash",
             run_id=str(git_state(paths.ROOT)["git_commit"] or "no commit")[:12],
         )
+        check_device(subject, max(settings.context_tokens))  # a file is named after its device
+        out = _out_file(asked.out, subject)
         rows = measure(subject, settings)
-        own = _slug(f"{rows[0]['device']} {asked.dtype}")
-        out = asked.out or paths.MEASURED / f"{name}_{own}.csv"
-        write_records_csv(out, rows, COSTS)
-        write_json_atomic(out.with_suffix(".json"), environment.machine(asked.device))
+        _write(out, rows, environment.machine(asked.device))
         print(f"{len(rows)} rows in {paths.relative_to_root(out)}")
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

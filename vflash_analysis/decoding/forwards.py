@@ -32,10 +32,10 @@ from vflash_analysis.decoding.tree import chain_parents, grow_tree
 from vflash_analysis.model.network import VFlashDrafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.model.text_stack import cache_keyword
-from vflash_analysis.sizes import DrafterShape, Work
+from vflash_analysis.schemas import HUGGING_FACE, NEW_CONTEXT, OURS
+from vflash_analysis.shapes import DrafterShape
+from vflash_analysis.sizes import Work
 
-OURS, HUGGING_FACE = "vflash", "hf_sdpa"
-NEW_CONTEXT = 4  # rows that a cycle's committed tokens add to the drafter's context
 _HF_ATTENTION = {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
 _ANCHOR = 5  # any token
 
@@ -91,7 +91,6 @@ class Forwards:
         shape: both their sizes, from which work is counted.
         longest: largest context length, in tokens.
         tree_nodes: nodes of the tree, the anchor not counted.
-        seed: of keys, values and tapped states.
     """
 
     def __init__(
@@ -101,10 +100,9 @@ class Forwards:
         shape: DrafterShape,
         longest: int,
         tree_nodes: int,
-        seed: int = 0,
     ) -> None:
         self._target, self._shape = target, shape
-        self._generator = torch.Generator(target.device).manual_seed(seed)
+        self._generator = torch.Generator(target.device).manual_seed(0)
         self._cache = target.new_cache(longest, 1, max(shape.block_size, tree_nodes + 1))
         taps = shape.num_tapped_layers * target.hidden_size
         self._tapped = self._random(longest, taps)  # (K, n * H)

@@ -24,11 +24,12 @@ import torch
 
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.target import Target
+from vflash_analysis.schemas import BLOCK_SIZE, VERIFY_ROWS
 
 NEAR_TIE = "near_tie"
 LOGIC_ERROR = "logic_error"
 FP32_GAP = 1e-4
-VERIFY_ROWS = (16, 61)
+BLOCK_ROWS = (BLOCK_SIZE, VERIFY_ROWS)  # of a chain's verify and Tree-60's
 
 
 class LosslessError(RuntimeError):
@@ -133,7 +134,7 @@ def judge(
         logits = logits_after(target, cache, prompt_tokens, prefix, rows=1)
     gap = choice_gap(logits, token_ids[position], reference[position])
     if half:
-        for rows in VERIFY_ROWS:
+        for rows in BLOCK_ROWS:
             other = logits_after(target, cache, prompt_tokens, prefix, rows)
             allowed = max(allowed, float((other - logits).abs().max()))
         near = gap <= allowed

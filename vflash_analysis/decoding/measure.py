@@ -24,7 +24,7 @@ from vflash_analysis.model.target import DTYPES
 from vflash_analysis.model.untrained import untrained_drafter, untrained_target
 from vflash_analysis.records import COSTS, blank_row
 from vflash_analysis.schemas import COPY
-from vflash_analysis.sizes import DrafterShape, TargetShape
+from vflash_analysis.shapes import DrafterShape, TargetShape
 from vflash_analysis.training.progress import Progress
 
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # copied at once, beyond any cache of the device
@@ -56,14 +56,7 @@ class Subject:
 
     @property
     def drafter_shape(self) -> DrafterShape:
-        own = self.drafter
-        return DrafterShape(
-            self.shape,
-            own.num_hidden_layers,
-            own.num_tapped_layers,
-            own.block_size,
-            own.intermediate_size,
-        )
+        return DrafterShape.of(self.shape, self.drafter)
 
     @property
     def verify_rows(self) -> int:

@@ -15,6 +15,7 @@ the calls read is made inside the block.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -32,6 +33,7 @@ class PeakMemory:
 
     Attributes:
         peak_bytes: by name, the most bytes a call held at one time beyond those before it.
+        changes: by name, bytes of a call's allocations and (negative) releases in order; on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,6 +41,7 @@ class PeakMemory:
         self._profile: profile | None = None
         self._names: list[str] = []
         self.peak_bytes: dict[str, int] = {}
+        self.changes: dict[str, list[int]] = {}
 
     def __enter__(self) -> PeakMemory:
         if self._device.type != "cuda":
@@ -79,9 +82,6 @@ class PeakMemory:
         changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
         changes.sort(key=lambda change: change[0])
         for name, (begin, end) in spans.items():
-            held = peak = 0
-            for at, change in changes:
-                if begin <= at <= end:
-                    held += change
-                    peak = max(peak, held)
-            self.peak_bytes[name] = peak
+            own = [change for at, change in changes if begin <= at <= end]
+            self.changes[name] = own
+            self.peak_bytes[name] = max(itertools.accumulate(own, initial=0))

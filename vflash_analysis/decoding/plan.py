@@ -22,9 +22,7 @@ from vflash_analysis.decoding.methods import (
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import VFlashConfig, drafter_sha256, load_drafter
 from vflash_analysis.model.target import Target
-from vflash_analysis.records import COMPARISON_METHODS
-
-HF_GENERATE, HF_DFLASH = COMPARISON_METHODS
+from vflash_analysis.schemas import HF_DFLASH, HF_GENERATE, ON_FEW_CLIPS
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Planned:
         objective, train_seed: how the drafter was trained, None where unknown.
         method: for our loop; None for Hugging Face's.
         network: the drafter, for Hugging Face's loop.
-        on_few_clips: whether only the first `comparison_clips` clips are decoded.
     """
 
     name: str
@@ -48,7 +45,11 @@ class Planned:
     train_seed: int | None = None
     method: Method | None = field(default=None, compare=False)
     network: Any = field(default=None, compare=False)
-    on_few_clips: bool = False
+
+    @property
+    def on_few_clips(self) -> bool:
+        """Whether only the first `comparison_clips` clips are decoded, to compare with."""
+        return self.name in ON_FEW_CLIPS
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -98,11 +99,11 @@ def plan_methods(
 
     for spec in settings.methods:
         if spec == HF_GENERATE:
-            planned.append(Planned(HF_GENERATE, on_few_clips=True))
+            planned.append(Planned(HF_GENERATE))
             continue
         if spec == HF_DFLASH:
             for facts, network in runs_with(spec, VFlashConfig.model_type, load_drafter):
-                planned.append(Planned(HF_DFLASH, network=network, on_few_clips=True, **facts))
+                planned.append(Planned(HF_DFLASH, network=network, **facts))
             continue
         entry = METHODS[parse_method(spec)[0]]
         pairs: Sequence[tuple[dict[str, Any], Any]] = [({}, None)]
@@ -110,10 +111,7 @@ def plan_methods(
             pairs = runs_with(spec, entry.drafter_type, entry.load)
         for facts, network in pairs:
             method = build_method(spec, target, settings, network)
-            few = entry.on_few_clips
-            planned.append(
-                Planned(method.name, method.setting, method=method, on_few_clips=few, **facts)
-            )
+            planned.append(Planned(method.name, method.setting, method=method, **facts))
     keys = [one.key for one in planned]
     twice = sorted({key for key in keys if keys.count(key) > 1})
     if twice or not planned:

@@ -14,9 +14,6 @@ from transformers.cache_utils import Cache
 
 from vflash_analysis.errors import InputError
 
-BLOCK_SIZE = 16  # slots of a block: the anchor and 15 masks
-VERIFY_ROWS = 61  # the anchor and 60 tree nodes: the most rows one verify appends
-
 
 class KVCache(Cache):
     """Keys and values of all layers in two tensors (L, 1, H_kv, capacity, D).

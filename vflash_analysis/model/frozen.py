@@ -22,11 +22,12 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs, text_stack, tokens
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import HF_NAME, NAME, backend_mask, register_attention
-from vflash_analysis.model.cache import BLOCK_SIZE, VERIFY_ROWS, KVCache
+from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.taps import tap_outputs
 from vflash_analysis.model.text_stack import mlp_in_parts
-from vflash_analysis.sizes import FRAMES_PER_CHUNK, LONG_PROMPT
+from vflash_analysis.schemas import BLOCK_SIZE, VERIFY_ROWS
+from vflash_analysis.shapes import FRAMES_PER_CHUNK, LONG_PROMPT
 
 if TYPE_CHECKING:
     from vflash_analysis.model.compiled import CompiledTarget
@@ -296,14 +297,11 @@ class Target:
         return self.lm_head(hidden)
 
     @torch.inference_mode()
-    def encode_video(
-        self, pixel_values: torch.Tensor, frames_per_chunk: int = FRAMES_PER_CHUNK
-    ) -> torch.Tensor:
+    def encode_video(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """Video tokens of a clip, the vision tower being run on a few frames at a time.
 
         Args:
             pixel_values: (1, T, 3, S, S)
-            frames_per_chunk: frames per pass of the vision tower.
 
         Returns:
             (T * tokens_per_frame + 1, H); the last row is the newline token.
@@ -311,7 +309,7 @@ class Target:
         Raises:
             InputError: the model gives another number of tokens, such as a newline a frame.
         """
-        chunks = pixel_values.split(frames_per_chunk, dim=1)
+        chunks = pixel_values.split(FRAMES_PER_CHUNK, dim=1)
         parts = []
         for number, chunk in enumerate(chunks, start=1):
             # (1, t * tokens_per_frame + 1, H): every call appends the newline, only the last stays.

@@ -33,17 +33,15 @@ def load_language_model(
     dtype: str | torch.dtype,
     device: str | torch.device,
     attention: str = NAME,
-    gguf_file: str | None = None,
     log: Callable[[str], None] = print,
 ) -> Target:
     """Load a target that reads no video.
 
     Args:
-        source: a GGUF file, or a local folder.
+        source: a GGUF file, or a local folder in Hugging Face layout.
         dtype: of the weights, always explicit.
         device: "cpu" or "cuda".
         attention: "vflash", "sdpa" or "eager".
-        gguf_file: name of the GGUF file in the folder; None: a folder in Hugging Face layout.
         log: prints one line.
 
     Raises:
@@ -51,7 +49,7 @@ def load_language_model(
             message names what was found.
     """
     torch_dtype = check_arguments(dtype, device, attention)
-    place = Path(source) if gguf_file is None else Path(source) / gguf_file
+    place = Path(source)
     options: dict[str, Any] = {"local_files_only": True}
     if place.is_dir():
         folder = folders.check_folder(place)

@@ -21,8 +21,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.attention import grouped_attention
 from vflash_analysis.model.block_attention import BlockView, attend_blocks, view_blocks
-from vflash_analysis.model.cache import BLOCK_SIZE, KVCache
+from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.taps import check_tap_layers
+from vflash_analysis.schemas import BLOCK_SIZE
 
 KeysValues = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_json
 from vflash_analysis.schemas import PAPER_TARGET
-from vflash_analysis.sizes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B, TargetShape
+from vflash_analysis.shapes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B, TargetShape
 
 if TYPE_CHECKING:
     from vflash_analysis.model.inputs import FramePreprocessing

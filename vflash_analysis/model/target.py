@@ -19,18 +19,16 @@ from transformers import (
     GenerationConfig,
 )
 
-from vflash_analysis import sizes
+from vflash_analysis import shapes
 from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs, text_stack
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
-from vflash_analysis.model.cache import BLOCK_SIZE
 from vflash_analysis.model.compiled import CompiledTarget
 from vflash_analysis.model.frozen import ATTENTIONS, Forward, Prefill, Target, check_config
 
 __all__ = [
     "ATTENTIONS",
-    "BLOCK_SIZE",
     "DTYPES",
     "Forward",
     "Prefill",
@@ -67,7 +65,7 @@ class TargetFiles:
     folder: Path
     name: str
     revision: str
-    shape: sizes.TargetShape
+    shape: shapes.TargetShape
     config: Any
     generation_config: Any
     tokenizer: Any
@@ -91,7 +89,7 @@ def read_files(source: str | Path, revision: str | None = None) -> TargetFiles:
     folders.check_objects(folder)
     folders.check_weights(folder)
     file, name = folder / "config.json", folders.folder_name(folder)
-    shape = sizes.read_shape(file)
+    shape = shapes.read_shape(file)
     preprocessing = inputs.read_frame_preprocessing(folder)
     with folders.reading(f"{file}: not usable"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)

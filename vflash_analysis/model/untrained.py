@@ -25,7 +25,7 @@ from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.inputs import FramePreprocessing
 from vflash_analysis.model.network import VFlashDrafter
 from vflash_analysis.model.text_stack import store_input_major
-from vflash_analysis.sizes import TargetShape
+from vflash_analysis.shapes import TargetShape
 
 STOP_ID, IMAGE_ID, VIDEO_ID = 0, 1, 2
 SPARE_ROWS = 16  # embedding rows beyond the tokenizer, from which the mask is taken
@@ -52,12 +52,12 @@ class NoTokenizer:
 
 
 @contextmanager
-def _made_in(dtype: torch.dtype, device: torch.device, seed: int) -> Iterator[None]:
-    """New weights are of this dtype, on this device, and drawn from this seed."""
+def _made_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """New weights are of this dtype, on this device, and always the same."""
     before = torch.get_default_dtype()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         torch.set_default_dtype(dtype)
         try:
             yield
@@ -107,7 +107,6 @@ def untrained_target(
     device: torch.device,
     attention: str,
     positions: int,
-    seed: int = 0,
 ) -> Target:
     """A target of a shape with random weights; its text stack is stored as a loaded one's is.
 
@@ -117,7 +116,6 @@ def untrained_target(
         dtype, device: of its weights.
         attention: "vflash", "sdpa" or "eager".
         positions: most positions it is used with, prompt, text and block together.
-        seed: of the weights.
 
     Raises:
         InputError: fewer embedding rows than a target needs.
@@ -128,7 +126,7 @@ def untrained_target(
             f"{name}: vocab_size: found {shape.vocab_size}, allowed: more than "
             f"{SPARE_ROWS + VIDEO_ID}"
         )
-    with _made_in(dtype, device, seed):
+    with _made_in(dtype, device):
         model = LlavaOnevisionForConditionalGeneration(_config(shape, positions))
     sides = (0.5, 0.5, 0.5)
     preprocessing = FramePreprocessing(_STUB_SIDE, _STUB_SIDE, "bicubic", 1 / 255, sides, sides)
@@ -137,14 +135,14 @@ def untrained_target(
     return target
 
 
-def untrained_drafter(target: Target, settings: DrafterSettings, seed: int = 0) -> VFlashDrafter:
+def untrained_drafter(target: Target, settings: DrafterSettings) -> VFlashDrafter:
     """A drafter for a target with random weights, stored as a loaded one is.
 
     Raises:
         InputError: more tapped layers than the target has (see `drafter_config`).
     """
     config = drafter_config(target, settings)
-    with _made_in(target.dtype, target.device, seed):
+    with _made_in(target.dtype, target.device):
         drafter = VFlashDrafter(config)
     drafter.eval().requires_grad_(False)
     store_input_major(drafter)

@@ -8,12 +8,7 @@ import pandas as pd
 
 from vflash_analysis.results import published
 from vflash_analysis.results.sources import Records
-from vflash_analysis.results.tables import (
-    VFLASH_METHODS,
-    is_comparable,
-    lossless_table,
-    speedup_rows,
-)
+from vflash_analysis.results.tables import is_comparable, lossless_table, speedup_rows
 from vflash_analysis.results.tidy import (
     BENCHMARK_ORDER,
     COMPARABLE,
@@ -23,6 +18,7 @@ from vflash_analysis.results.tidy import (
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, pivot, places, titled
+from vflash_analysis.schemas import VFLASH_METHODS
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
 ITEM = "T9_beside_paper"

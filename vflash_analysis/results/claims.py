@@ -10,9 +10,9 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import write_text_atomic
 from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM
 from vflash_analysis.results.published import PAGE_DEVICE
-from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import BENCHMARK_ORDER, MISSING, label
 from vflash_analysis.results.write import NO_VALUE, cell_text, value_text
+from vflash_analysis.schemas import VFLASH_METHODS
 
 
 def block(name: str) -> tuple[str, str]:

@@ -14,15 +14,15 @@ one H100 prints, of which nothing was run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from vflash_analysis import metrics, paths, sizes
-from vflash_analysis.config import DrafterSettings
+from vflash_analysis import metrics, paths, shapes, sizes
+from vflash_analysis.config import CostSettings, DrafterSettings
 from vflash_analysis.metrics import grouped, ratio, value_of
 from vflash_analysis.records import COSTS, read_records_csv
 from vflash_analysis.results import published
@@ -33,7 +33,6 @@ from vflash_analysis.results.sources import (
     decode_groups,
     method_rows,
 )
-from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import (
     MISSING,
     MODELLED,
@@ -54,21 +53,34 @@ from vflash_analysis.results.write import (
     titled,
     value_text,
 )
-from vflash_analysis.schemas import COPY, FORWARDS
+from vflash_analysis.schemas import (
+    BLOCK_SIZE,
+    COPY,
+    FORWARDS,
+    HUGGING_FACE,
+    NEW_CONTEXT,
+    OURS,
+    VERIFY_ROWS,
+    VFLASH_METHODS,
+)
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 T10 = "T10_cost_model"
-OURS, HUGGING_FACE = "vflash", "hf_sdpa"  # `by`: whose forward it is
-LIMIT, PAGE = "limit", "page"
+LIMIT, PAGE = "limit", "page"  # `by`, beside OURS and HUGGING_FACE: whose forward it is
 MODELLED_DEVICE = "H100 SXM"
 MODELLED_SHAPE = "llava-onevision-7b"
-MODELLED_LENGTHS = (512, 2048, 8192, 16384, 25119)
-NEW_CONTEXT = 4  # rows that a modelled draft adds to its context, as in the measured one
-_VERIFY_ROWS = {"ar": 1, "verify_chain": 16, "verify_tree60": 61}
+_ROWS = {"ar": 1, "verify_chain": BLOCK_SIZE, "verify_tree60": VERIFY_ROWS}
 _BY = {OURS: "ours", HUGGING_FACE: "HF SDPA", LIMIT: "modelled", PAGE: "the page"}
 _NONE = math.nan
 Row = dict[str, Any]
-Taus = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Taus:
+    """Accepted lengths by method, and the profile whose decodes they are of."""
+
+    of: str = ""
+    by_method: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -137,7 +149,7 @@ def decoded_taus(group: DecodeGroup, records: Records) -> Taus:
         rows = method_rows(group, records, method) if rows.empty else rows
         if not rows.empty:
             found[method] = value_of(metrics.accepted_length_parts(rows), ratio)
-    return found
+    return Taus(", ".join(sorted(set(group.rows["profile"]))), found)
 
 
 def _forward_rows(group: CostGroup) -> list[Row]:
@@ -182,9 +194,10 @@ def _method_rows(
         even = metrics.breakeven_tau(ar_s, cycle_s)
         rows.append(origin.row("cycle_ms", 1000 * cycle_s, "ms", method=method, setting=setting))
         rows.append(origin.row("breakeven_tau", even, "tokens", method=method, setting=setting))
-        if method in taus:
-            speedup = metrics.speedup_at_tau(taus[method], ar_s, cycle_s)
-            setting = setting_text(shape=shape, context=context, tau=f"{taus[method]:.2f}")
+        if method in taus.by_method:
+            tau = taus.by_method[method]
+            speedup = metrics.speedup_at_tau(tau, ar_s, cycle_s)
+            setting = setting_text(shape=shape, context=context, tau=f"{tau:.2f}", tau_of=taus.of)
             rows.append(
                 origin.row("predicted_speedup", speedup, "x", method=method, setting=setting)
             )
@@ -212,17 +225,14 @@ def modelled_rows(taus: Taus) -> list[Row]:
     implementation can beat and none reaches.
     """
     facts = published.device_facts(MODELLED_DEVICE)
-    target = sizes.NAMED_SHAPES[MODELLED_SHAPE]
-    own = DrafterSettings()
-    drafter = sizes.DrafterShape(
-        target, own.num_hidden_layers, own.num_tapped_layers, own.block_size
-    )
+    target = shapes.NAMED_SHAPES[MODELLED_SHAPE]
+    drafter = shapes.DrafterShape.of(target, DrafterSettings())
     origin = Origin(T10, f"{facts.name}, bfloat16 (modelled)", MODELLED, facts.source)
     rows: list[Row] = []
-    for context in MODELLED_LENGTHS:
+    for context in CostSettings().context_tokens:
         work = {
             forward: sizes.decoder_work(target, n_rows, context, itemsize=2)
-            for forward, n_rows in _VERIFY_ROWS.items()
+            for forward, n_rows in _ROWS.items()
         }
         draft = sizes.draft_work(drafter, context, NEW_CONTEXT, itemsize=2)
         work |= {f"draft_{method}": draft for method in VFLASH_METHODS}
@@ -259,7 +269,7 @@ def cost_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
     machine that decoded; for another target it says what that length would give there.
     """
     decoded = {(g.device, g.dtype): decoded_taus(g, records) for g in decode_groups(records)}
-    first: Taus = next(iter(decoded.values()), {})
+    first = next(iter(decoded.values()), Taus())
     rows: list[Row] = []
     for group in cost_groups(records):
         rows += _forward_rows(group)
@@ -269,10 +279,11 @@ def cost_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
         rows.append(missing.row("forward_ms", _NONE, "ms", setting=setting_text(forward="ar")))
     frame = tidy([*rows, *modelled_rows(first), _page_row()])
     lettered, where = places(frame)
-    told = ", ".join(f"{label(method)} {tau:.2f}" for method, tau in first.items()) or "none"
+    lengths = ", ".join(f"{label(name)} {tau:.2f}" for name, tau in first.by_method.items())
+    told = f"{lengths}, {first.of}" if lengths else "none"
     caption = (
-        "A target of each shape with random weights, cache and states; median time of a forward, "
-        "with [quartiles] and n timed runs in the CSV. Modelled: at best, by a roofline of an "
+        "A target of each shape with random weights, cache and states, nothing compiled whatever "
+        "`target.compile` says; median time of a forward, with [quartiles] and n timed runs in the CSV. Modelled: at best, by a roofline of an "
         "H100's printed rates; nothing was run. The page's row is its AR time per token on four "
         "demo clips. Limit: bytes a forward must read over copy bandwidth; caches can beat it. "
         f"Speed-up: accepted length × AR / (draft + verify), at the decoded length ({told}), an "

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator
 
-from vflash_analysis.results.cost import HUGGING_FACE, LIMIT, OURS, PAGE, keyed
+from vflash_analysis.results.cost import LIMIT, PAGE, keyed
 from vflash_analysis.results.style import (
     INK,
     QUIET,
@@ -28,19 +28,18 @@ from vflash_analysis.results.style import (
     span_text,
     styled,
 )
-from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import MISSING, MODELLED, checked, label
+from vflash_analysis.schemas import BLOCK_SIZE, HUGGING_FACE, OURS, VERIFY_ROWS, VFLASH_METHODS
 
 _PANELS = (  # title, the target's forward, the draft beside it, whose colour
     ("AR step (1 row)", "ar", "", "ar"),
-    ("chain: verify (16 rows), draft", "verify_chain", "draft_chain", "chain"),
-    ("Tree-60: verify (61 rows), draft", "verify_tree60", "draft_tree60", "tree60"),
+    (f"chain: verify ({BLOCK_SIZE} rows), draft", "verify_chain", "draft_chain", "chain"),
+    (f"Tree-60: verify ({VERIFY_ROWS} rows), draft", "verify_tree60", "draft_tree60", "tree60"),
 )
 _HF_COLOUR = "#CC79A7"
 _LIMIT = (0, (1, 1.2))
 _DRAFT = (0, (4, 1.5))
 UNMEASURED = "this profile's target"
-_LONGEST_TAU = 16  # a block of 16 slots commits no more
 
 
 # ---- F9 ---------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def _draw_speedups(axis: Axes, rows: pd.DataFrame) -> None:
         for method in VFLASH_METHODS:
             tone = colour(method)
             for at in even.loc[here & (even["method"] == method), "value"].astype(float):
-                ends = np.array([1.0, _LONGEST_TAU])
+                ends = np.array([1.0, BLOCK_SIZE])
                 axis.plot(ends, ends / at, color=tone, linestyle=line, linewidth=width)
                 axis.plot(at, 1, "o", color="white", markeredgecolor=tone, zorder=4)
                 told.append(f"{label(method)} {at:.2f} after {_length(context)}")
@@ -106,7 +105,7 @@ def _draw_speedups(axis: Axes, rows: pd.DataFrame) -> None:
                 axis.plot(float(point["tau"]), point["value"], "D", color=tone, markersize=5,
                           markeredgecolor=INK, markeredgewidth=0.8, zorder=5)  # fmt: skip
     axis.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
-    axis.set_xlim(1, _LONGEST_TAU)
+    axis.set_xlim(1, BLOCK_SIZE)
     axis.set_ylim(bottom=0)
     axis.annotate(
         "breaks even (circles) at τ\n" + "\n".join(dict.fromkeys(told)), (0.03, 0.98),
@@ -188,7 +187,7 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
     if not measured.empty:
         told = (
             f"Measured on {devices_text(measured)}: medians of n = {span_text(measured['n'])} "
-            "runs, error bars: quartiles; random weights. "
+            "runs, error bars: quartiles; random weights, not compiled. "
         )
     caption = (
         f"{told}Modelled (hollow): the least time that one H100's "

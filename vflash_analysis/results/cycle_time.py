@@ -10,8 +10,8 @@ from vflash_analysis import metrics
 from vflash_analysis.metrics import ratio
 from vflash_analysis.results.cost import CostGroup, own_groups, seconds_at
 from vflash_analysis.results.sources import Records, decode_groups
-from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, Origin, in_order, tidy
+from vflash_analysis.schemas import VFLASH_METHODS
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
 F10 = "F10_cycle_time"

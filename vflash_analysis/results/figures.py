@@ -35,7 +35,6 @@ from vflash_analysis.results.style import (
     span_text,
     styled,
 )
-from vflash_analysis.results.tables import VFLASH_METHODS
 from vflash_analysis.results.tidy import (
     BENCHMARK_ORDER,
     COMPARABLE,
@@ -45,6 +44,7 @@ from vflash_analysis.results.tidy import (
     in_order,
     label,
 )
+from vflash_analysis.schemas import VFLASH_METHODS
 
 
 @dataclass(frozen=True)

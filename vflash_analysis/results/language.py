@@ -17,12 +17,15 @@ import pandas as pd
 
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
+from vflash_analysis.metrics import ratio, value_of
 from vflash_analysis.records import CONTINUATIONS, CYCLES, GENERATIONS, read_records
 from vflash_analysis.results.objectives import side_by_side
+from vflash_analysis.schemas import BLOCK_SIZE, VFLASH_METHODS
 from vflash_analysis.stats import Bootstrap, Interval
 
-BIGRAM_DRAFTS = 15  # as many as a block drafts
+BIGRAM_DRAFTS = BLOCK_SIZE - 1  # as many as a block drafts
 BIGRAM = "bigram"
+CHAIN = VFLASH_METHODS[0]
 BASELINES = ("lookup", BIGRAM)
 
 
@@ -69,7 +72,10 @@ def chain_cycles(text: Sequence[int], after: Mapping[int, int]) -> list[dict[str
 
 
 def _read(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Usable generations and cycles of a decode, the bigram chain's cycles among them."""
+    """Usable generations and cycles of a decode, the bigram chain's among them.
+
+    The bigram chain was never run, so it has no time and no text of its own to compare.
+    """
     rows = read_records(folder / "decode" / "generations.parquet", GENERATIONS)
     generations = metrics.usable(rows)
     cycles = read_records(folder / "decode" / "cycles.parquet", CYCLES)
@@ -83,14 +89,24 @@ def _read(folder: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
     if plain.empty:
         raise InputError(f"{folder}: found no text of method ar")
     keys = ["benchmark", "video", "clip_id", "sample_seed"]
+    found = [chain_cycles(ids.tolist(), after) for ids in plain["token_ids"]]
     replayed = [
-        {**row[keys].to_dict(), "method": BIGRAM, **cycle}
-        for _, row in plain.iterrows()
-        for cycle in chain_cycles(row["token_ids"].tolist(), after)
+        {**row, "method": BIGRAM, **cycle}
+        for row, own in zip(plain[keys].to_dict("records"), found, strict=True)
+        for cycle in own
     ]
+    bigram = plain.assign(
+        method=BIGRAM,
+        verify_calls=[len(own) for own in found],
+        decode_s=float("nan"),
+        identical_to_ar=pd.array([pd.NA] * len(plain), dtype="boolean"),
+    )
     decoded = metrics.usable_cycles(cycles, generations)
     columns = [*replayed[0]]
-    return generations, pd.concat([decoded[columns], pd.DataFrame(replayed)], ignore_index=True)
+    return (
+        pd.concat([generations, bigram], ignore_index=True),
+        pd.concat([decoded[columns], pd.DataFrame(replayed)], ignore_index=True),
+    )
 
 
 def _told(interval: Interval, digits: int = 2) -> str:
@@ -100,34 +116,32 @@ def _told(interval: Interval, digits: int = 2) -> str:
 def acceptance(folder: Path, boot: Bootstrap) -> pd.DataFrame:
     """One row per method: texts, share identical to plain decoding, lengths with intervals, time.
 
-    Columns: texts; identical; accepted_drafts = sum(n_accepted) / cycles; accepted_length (tau) =
-    sum(n_committed) / cycles; ms_per_token = sum(decode_s) / sum(new_tokens - 1) of a method that
-    was decoded.
+    Columns: texts; identical, accepted_drafts, accepted_length and ms_per_token as `metrics` defines
+    them, the lengths of methods whose cycles are recorded.
     """
     generations, cycles = _read(folder)
     rows = []
-    for method in [*dict.fromkeys(generations["method"]), BIGRAM]:
-        own = generations[generations["method"] == method]
-        tokens = (own["new_tokens"] - 1).sum()
-        steps = cycles[cycles["method"] == method]
-        accepted = boot.videos(metrics.accepted_drafts_parts(steps)) if len(steps) else None
-        committed = steps.assign(n_accepted=steps["n_committed"])
-        length = boot.videos(metrics.accepted_drafts_parts(committed)) if len(steps) else None
+    for method in dict.fromkeys(generations["method"]):
+        own, steps = (frame[frame["method"] == method] for frame in (generations, cycles))
+        lengths = {"accepted_drafts": "", "accepted_length": ""}
+        if len(steps):
+            accepted = boot.videos(metrics.accepted_drafts_parts(steps))
+            length = boot.videos(metrics.accepted_length_parts(own))
+            lengths = {"accepted_drafts": _told(accepted), "accepted_length": _told(length)}
         rows.append(
             {
                 "method": method,
-                "texts": own["clip_id"].nunique() or steps["clip_id"].nunique(),
-                "identical": own["identical_to_ar"].astype("Float64").mean(),
-                "accepted_drafts": "" if accepted is None else _told(accepted),
-                "accepted_length": "" if length is None else _told(length),
-                "ms_per_token": 1000 * own["decode_s"].sum() / tokens if tokens else float("nan"),
+                "texts": own["clip_id"].nunique(),
+                "identical": value_of(metrics.identical_share_parts(own), ratio),
+                **lengths,
+                "ms_per_token": value_of(metrics.ms_per_token_parts(own), ratio),
             }
         )
     return pd.DataFrame(rows).round(2)
 
 
-def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> pd.DataFrame:
-    """Accepted drafts of a method minus a baseline's, paired over texts; one row per baseline.
+def gains(folder: Path, boot: Bootstrap) -> pd.DataFrame:
+    """Accepted drafts of the chain minus a baseline's, paired over texts; one row per baseline.
 
     Columns: method, baseline; value, low, high of the difference; texts; shown, whether the
     interval excludes 0.
@@ -135,13 +149,13 @@ def gains(folder: Path, boot: Bootstrap, method: str = "chain") -> pd.DataFrame:
     _, cycles = _read(folder)
     parts = {
         name: metrics.accepted_drafts_parts(cycles[cycles["method"] == name])
-        for name in (method, *BASELINES)
+        for name in (CHAIN, *BASELINES)
     }
     rows = []
     for baseline in BASELINES:
-        both = side_by_side(parts[method], parts[baseline])
+        both = side_by_side(parts[CHAIN], parts[baseline])
         found = boot.videos(both, metrics.difference_of_ratios)
         shown = found.low > 0 or found.high < 0
         told = {"value": found.value, "low": found.low, "high": found.high, "texts": found.n}
-        rows.append({"method": method, "baseline": baseline, **told, "shown": shown})
+        rows.append({"method": CHAIN, "baseline": baseline, **told, "shown": shown})
     return pd.DataFrame(rows).round(3)

@@ -39,6 +39,7 @@ from vflash_analysis.records import (
     read_records,
 )
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
+from vflash_analysis.schemas import COMPARISON_METHODS, COMPILED
 
 TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS)
 
@@ -311,8 +312,12 @@ class DecodeGroup:
     cycles: pd.DataFrame
     planned: dict[str, int]
 
-    def origin(self, item: str, records: Records) -> Origin:
-        return Origin(item, f"{self.device}, {self.dtype}", records.status, records.source)
+    def origin(self, item: str, records: Records, method: str = "") -> Origin:
+        """Of rows of one method alone: Hugging Face's loops run uncompiled beside compiled ones."""
+        device = self.device
+        if method in COMPARISON_METHODS:
+            device = device.removesuffix(COMPILED)
+        return Origin(item, f"{device}, {self.dtype}", records.status, records.source)
 
 
 def per_clip(parts: pd.DataFrame) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vflash_analysis.model.drafter import visible_context
 from vflash_analysis.model.target import Target
-from vflash_analysis.sizes import LOGITS_BYTES
+from vflash_analysis.shapes import LOGITS_BYTES
 from vflash_analysis.training.batches import FlowBatch
 
 

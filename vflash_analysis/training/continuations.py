@@ -29,7 +29,6 @@ from torch import Tensor
 from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip, video_sha256
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.cache import VERIFY_ROWS
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import (
@@ -41,6 +40,7 @@ from vflash_analysis.records import (
     replace_atomically,
     write_part,
 )
+from vflash_analysis.schemas import VERIFY_ROWS
 from vflash_analysis.training.batches import Continuation
 from vflash_analysis.training.progress import Progress
 from vflash_analysis.training.read_ahead import ReadAhead

@@ -101,13 +101,11 @@ class Entry:
             colon of "name:option,option=value".
         drafter_type: `model_type` of the drafter folders it runs with; None if it needs none.
         load: (folder, target) -> network, checked against the target.
-        on_few_clips: whether it is only compared with, on the first `decode.comparison_clips` clips.
     """
 
     build: Callable[[Target, Any, DecodeSettings, Mapping[str, str]], Method]
     drafter_type: str | None = None
     load: Callable[[Path, Target], Any] | None = None
-    on_few_clips: bool = False
 
 
 def take_options(given: Mapping[str, str], known: Sequence[str]) -> dict[str, str]:

@@ -28,9 +28,8 @@ from vflash_analysis.model.drafter import (
     drafter_cache,
     load_drafter,
 )
-from vflash_analysis.model.target import BLOCK_SIZE, Target
-
-TREE_NODES = 60
+from vflash_analysis.model.target import Target
+from vflash_analysis.schemas import BLOCK_SIZE, TREE_NODES
 
 
 @dataclass(frozen=True)

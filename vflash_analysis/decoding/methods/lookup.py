@@ -75,4 +75,4 @@ def _build(
     return PromptLookup([target.video_token_id, target.image_token_id])
 
 
-ENTRIES = {"lookup": Entry(_build, on_few_clips=True)}
+ENTRIES = {"lookup": Entry(_build)}
