@@ -154,7 +154,7 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
     (*machine, target) = last_json(output)["items"]
     assert code == 1 and [row["item"] for row in machine] == list(items)[: len(machine)]
     assert target["item"] == "target files" and not target["ok"]
-    assert target["note"].startswith(f"{tmp_path / 'config.json'}: not readable as JSON: ")
+    assert target["note"].startswith(f"{tmp_path / 'config.json'}, line 1: not readable as JSON")
 
 
 def test_a_plan_needs_no_checkpoint(runs, monkeypatch):

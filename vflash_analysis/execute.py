@@ -24,10 +24,8 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.locks import TOKEN_VARIABLE, FolderLock
 from vflash_analysis.workers import end_with
 
-BAD_INPUT_NAMES = (
-    "InputError",
-    "ClipError",
-)  # InputError and its subclasses, as a kernel names them
+# InputError and its subclasses, as a kernel names them
+BAD_INPUT_NAMES = ("InputError", "ClipError", "DatasetNotThere")
 STARTS = 2  # a kernel that does not come up is started once more; a cell is never run twice
 
 
