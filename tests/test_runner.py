@@ -773,9 +773,11 @@ def test_clips_hang_on_the_description_of_their_corpus_and_on_a_list_of_ones_own
     monkeypatch.setattr(paths, "DATA", described)
     for name, changed, same in (
         ("suites/VDC.yaml", ("title: VideoDetailCaption", "title: other words"), True),
+        ("suites/MLVU.yaml", ("download_bytes: 285_064_098_709", "download_bytes: 1"), True),
         ("suites/VDC.yaml", ("prompt: question", "prompt: description"), False),
     ):
         file = described / name
+        assert changed[0] in file.read_text()
         file.write_text(file.read_text().replace(*changed))
         clips = next(s for s in stages.plan("h100") if s.stage == "clips")
         assert (clips.run_id == before) == same, changed

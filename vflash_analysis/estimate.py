@@ -27,7 +27,6 @@ from vflash_analysis.schemas import (
     COMPARISON_METHODS,
     ON_FEW_CLIPS,
     VERIFY_ROWS,
-    VFLASH_METHODS,
     WITH_DRAFTER,
 )
 from vflash_analysis.shapes import DrafterShape, TargetShape
@@ -94,7 +93,7 @@ def decode_memory(profile: Profile, own: Sizes) -> dict[str, int]:
     frames, item, target = profile.clips.num_frames, own.itemsize, own.target
     drafters = len(config.main_drafters(profile))
     named = [method.partition(":")[0] for method in profile.decode.methods]
-    block_methods = sum(name in VFLASH_METHODS for name in named)
+    block_methods = sum(name in WITH_DRAFTER and name not in COMPARISON_METHODS for name in named)
     passing = [
         sizes.prefill_bytes(target, own.prompt_tokens, item),
         sizes.vision_bytes(target, frames, item),

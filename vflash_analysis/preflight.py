@@ -21,9 +21,9 @@ from vflash_analysis.clips import suites
 from vflash_analysis.config import Profile
 from vflash_analysis.environment import MEMORY, free_bytes, row
 from vflash_analysis.errors import InputError
+from vflash_analysis.hub import folder_commits
 from vflash_analysis.model.inputs import prompt_text
 from vflash_analysis.model.source import (
-    folder_commits,
     known_shape,
     stored_numbers,
     weight_files,
@@ -118,8 +118,10 @@ def _question(suite: suites.Suite) -> tuple[str, str]:
         try:
             return suites.suite_videos(suite, folder)[0].prompt, "its first question"
         except InputError:
-            pass  # told by the rows of the data; the documented question stands in
-    return suite.question or suites.DESCRIPTION_PROMPT, "its documented question"
+            pass  # told by the rows of the data
+    if suite.question:
+        return suite.question, "its documented question"
+    return suites.DESCRIPTION_PROMPT, "the description prompt stands in for its questions"
 
 
 def _memory_rows(profile: Profile, shape: TargetShape) -> Rows:

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from vflash_analysis.config import DrafterSettings
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json
-from vflash_analysis.strict import shown
+from vflash_analysis.strict import Bounds, check_object, convert, read_object
 
 FRAMES_PER_CHUNK = 16  # frames of one pass through the vision tower
 LONG_PROMPT = 4096  # rows; a longer prompt's MLPs run on so many at a time
@@ -219,8 +218,8 @@ def read_shape(path: Path) -> TargetShape:
         InputError: the file is not there, leaves out a number that is needed, or has one that no
             model can have; names file and key.
     """
-    config = _object(str(path), read_json(path))
-    text = _object(f"{path}: text_config", config.get("text_config", config))
+    config = read_object(path)
+    text = check_object(config.get("text_config", config), f"{path}: text_config")
     numbers = {
         name: _number(path, "text_config", text, key, most)
         for name, key, most in (
@@ -247,16 +246,8 @@ def read_shape(path: Path) -> TargetShape:
         head_dim=head_dim,
         qkv_bias=text.get("model_type") == "qwen2" or bool(text.get("attention_bias")),
         tied=bool(tied),
-        vision=None
-        if vision is None
-        else _vision_shape(path, _object(f"{path}: vision_config", vision)),
+        vision=None if vision is None else _vision_shape(path, vision),
     )
-
-
-def _object(place: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{place}: found a JSON {type(value).__name__}, allowed: an object")
-    return value
 
 
 def _check_divides(
@@ -268,7 +259,9 @@ def _check_divides(
         )
 
 
-def _vision_shape(path: Path, vision: Mapping[str, Any]) -> VisionShape:
+def _vision_shape(path: Path, given: Any) -> VisionShape:
+    vision = check_object(given, f"{path}: vision_config")
+
     def number(key: str, most: int = MOST) -> int:
         return _number(path, "vision_config", vision, key, most)
 
@@ -283,10 +276,6 @@ def _vision_shape(path: Path, vision: Mapping[str, Any]) -> VisionShape:
 
 
 def _number(path: Path, section: str, values: Mapping[str, Any], key: str, most: int = MOST) -> int:
-    value = values.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise InputError(
-            f"{path}: {section}.{key}: found {shown(value)}, allowed: a whole number from 1 to "
-            f"{most}"
-        )
-    return value
+    kind = Annotated[int, Bounds(1, most)]
+    number: int = convert(values.get(key), kind, f"{path}: {section}.{key}")
+    return number

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from vflash_analysis import config, environment, identity, paths, records
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
-from vflash_analysis.strict import Bounds, read_yaml
+from vflash_analysis.strict import Bounds
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
 
 def _descriptions(profile: Profile) -> dict[str, Any]:
     """What decides clips in the files that describe the profile's suites and training corpus."""
-    from vflash_analysis.clips.suites import FOR_THE_READER
+    from vflash_analysis.clips.suites import read_description
 
     places: list[tuple[str, str]] = [("suites", name) for name in profile.clips.benchmarks]
     if profile.clips.training_corpus:
@@ -306,10 +306,7 @@ def _descriptions(profile: Profile) -> dict[str, Any]:
     for folder, name in places:
         path = paths.DATA / folder / f"{name}.yaml"
         if path.is_file():  # the stage itself refuses a suite without one
-            keys = read_yaml(path)
-            described[f"{folder}/{name}"] = {
-                key: value for key, value in keys.items() if key not in FOR_THE_READER
-            }
+            described[f"{folder}/{name}"] = read_description(path)
     return described
 
 

@@ -29,11 +29,8 @@ class Bounds:
     high: float = float("inf")
 
     def __str__(self) -> str:
-        return (
-            f"{self.low:g} or more"
-            if self.high == float("inf")
-            else f"{self.low:g} to {self.high:g}"
-        )
+        low, high = f"{self.low:.12g}", f"{self.high:.12g}"  # 12: no whole number as 1e+07
+        return f"{low} or more" if high == "inf" else f"{low} to {high}"
 
     def fits(self, value: float) -> bool:
         """Whether a number lies in the range."""
@@ -141,6 +138,22 @@ def read_json(path: str | Path) -> Any:
         InputError: see `read_text` and `parse_json`.
     """
     return parse_json(read_text(Path(path), str(path)), str(path))
+
+
+def check_object(value: Any, place: str) -> dict[str, Any]:
+    """Return what must be a JSON object.
+
+    Raises:
+        InputError: it is something else; the line begins with `place`.
+    """
+    if not isinstance(value, dict):
+        raise InputError(f"{place}: found a JSON {type(value).__name__}, allowed: an object")
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object; errors as in `read_json` and `check_object`."""
+    return check_object(read_json(path), str(path))
 
 
 def read_yaml(path: Path, may_be_empty: bool = False) -> dict[str, Any]:

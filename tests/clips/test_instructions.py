@@ -12,7 +12,7 @@ def test_every_request_about_every_thing_once():
         clips = instructions(split, most)
         assert len({clip.prompt for clip in clips}) == len({clip.clip_id for clip in clips}) == most
         assert all(clip.path == "" and clip.split == split for clip in clips)
-    assert [len(things) for things in THINGS.values()] == [60, 20]
+    assert [len(things) for things in THINGS.values()] == [60, 40]
 
 
 def test_held_out_things_are_in_no_training_instruction():
@@ -21,20 +21,20 @@ def test_held_out_things_are_in_no_training_instruction():
 
 
 def test_the_first_ones_are_about_different_things_in_different_ways():
-    clips = instructions("held_out", 20)
+    clips = instructions("held_out", 40)
     assert [clip.prompt for clip in clips[:2]] == [
         "What is a harp used for?",
         "Describe a stapler to a child.",
     ]
-    assert instructions("held_out", 21)[20].prompt == "Describe a harp to a child."
-    assert clips == instructions("held_out", 40)[:20]
+    assert instructions("held_out", 41)[40].prompt == "Describe a harp to a child."
+    assert clips == instructions("held_out", 80)[:40]
 
 
 @pytest.mark.parametrize(
     ("split", "count", "message"),
     [
         ("training", 721, "training instructions: found 721, allowed: 1 to 720"),
-        ("held_out", 0, "held_out instructions: found 0, allowed: 1 to 240"),
+        ("held_out", 0, "held_out instructions: found 0, allowed: 1 to 480"),
         ("suites", 1, "split: found 'suites', allowed: training, held_out"),
     ],
 )

@@ -414,6 +414,7 @@ def downloaded(place, *commits):
     [
         (hub_cache, None, ONE),
         (hub_cache, ONE, ONE),
+        (hub_cache, ONE[:7], ONE),
         (lambda place: downloaded(place, ONE, ONE), None, ONE),
         (lambda place: downloaded(place, ONE), ONE, ONE),
         (lambda place: downloaded(place, ONE, OTHER), None, "local"),
@@ -430,7 +431,7 @@ def test_the_revision_recorded_is_the_folders_own(tmp_path, make, wanted, found)
 
 
 @pytest.mark.parametrize("make", [hub_cache, lambda place: downloaded(place, ONE)])
-@pytest.mark.parametrize("wanted", [OTHER, ONE[:7], "main", "pocket-1"])
+@pytest.mark.parametrize("wanted", [OTHER, OTHER[:7], ONE[:6], "main", "pocket-1"])
 def test_another_revision_than_the_folders_is_refused(tmp_path, make, wanted):
     with pytest.raises(InputError, match=rf"target\.revision: found {wanted}, allowed: {ONE}, "):
         folder_revision(make(tmp_path), wanted)

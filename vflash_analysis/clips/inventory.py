@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,7 @@ from vflash_analysis.clips.read import file_fault
 from vflash_analysis.clips.suites import DatasetNotThere, find_dataset, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
 from vflash_analysis.errors import InputError
-
-_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+from vflash_analysis.hub import ABBREVIATION, folder_commits, is_commit
 
 
 @dataclass(frozen=True)
@@ -138,22 +136,6 @@ def commands(card: Card, data_root: Path | None, folder: Path | None = None) -> 
     return lines
 
 
-def hub_commits(folder: Path) -> tuple[str, ...]:
-    """Commits of the hub that the files of a folder came from, sorted.
-
-    `hf download --local-dir` keeps a small file per download whose first line is the commit.
-    """
-    found = set()
-    for path in (folder / ".cache" / "huggingface" / "download").rglob("*.metadata"):
-        if not path.is_file():
-            continue
-        with path.open(encoding="utf-8", errors="replace") as file:
-            first = file.readline().strip()
-        if _COMMIT.fullmatch(first):
-            found.add(first)
-    return tuple(sorted(found))
-
-
 # ---------------------------------------------------------------- looking
 
 
@@ -197,9 +179,9 @@ def _look(path: Path, data_root: Path | None) -> tuple[Holding, list[Clip]]:
         return Holding(card.name, card, faults=(f"{error}{form if card.gated else ''}",)), []
     except InputError as error:
         return Holding(card.name, card, folder, faults=(str(error),)), []
-    commits, faults, gaps = hub_commits(folder), [], []
-    if card.revision and _COMMIT.fullmatch(card.revision):
-        others = [commit for commit in commits if not commit.startswith(card.revision)]
+    commits, faults, gaps = folder_commits(folder), [], []
+    if card.revision and ABBREVIATION.fullmatch(card.revision):
+        others = [commit for commit in commits if not is_commit(commit, card.revision)]
         faults += [
             f"{card.name}: files below {folder} are of commit {commit}, allowed: {card.revision}"
             for commit in others

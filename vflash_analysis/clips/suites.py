@@ -138,13 +138,21 @@ def load_suite(path: str | os.PathLike[str]) -> Suite:
         InputError: unreadable, or an unknown, missing or mistyped key, by name.
     """
     path = Path(path)
-    used = _for_clips(strict.read_yaml(path))
-    packings = used.get("other_packings")
-    if isinstance(packings, list):
-        used["other_packings"] = [_for_clips(p) if isinstance(p, dict) else p for p in packings]
     fields = dataclasses.fields(Suite)
     left_out = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    return strict.build(Suite, {**left_out, **used}, path.name)
+    return strict.build(Suite, {**left_out, **read_description(path)}, path.name)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """A suite's or corpus's YAML without what only tells its reader something, in its packings too.
+
+    What is left decides the clips, and so enters what a run is known by.
+    """
+    keys = strict.read_yaml(path)
+    packings = keys.get("other_packings")
+    if isinstance(packings, list):
+        keys["other_packings"] = [_for_clips(p) if isinstance(p, dict) else p for p in packings]
+    return _for_clips(keys)
 
 
 def _for_clips(keys: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vflash_analysis import environment, paths, shapes
+from vflash_analysis import environment, paths, shapes, strict
 from vflash_analysis.config import CostSettings, DrafterSettings, Profile
 from vflash_analysis.decoding.measure import Row, Subject, check_device, measure
 from vflash_analysis.errors import InputError
@@ -77,13 +77,19 @@ def _named_shape(text: str) -> tuple[str, TargetShape]:
     return shapes.shape_name(shape, path.resolve().parent.name), shape
 
 
-def _lengths(text: str) -> tuple[int, ...]:
-    lengths = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if min(lengths) < 16 or len(set(lengths)) != len(lengths):
-        raise InputError(
-            f"--contexts: found {text!r}, allowed: distinct whole numbers from 16 up, as in 512,2048"
-        )
-    return tuple(lengths)
+def _settings(contexts: str, repeats: int) -> CostSettings:
+    """What to time, as the command line names it.
+
+    Raises:
+        InputError: a length or the repeats are out of bounds, or a length comes twice.
+    """
+    words = [word.strip() for word in contexts.split(",")]
+    lengths = [int(word) if word.isdecimal() and len(word) < 10 else word for word in words]
+    if len(set(lengths)) != len(lengths):
+        raise InputError(f"--contexts: found {contexts!r}, allowed: distinct lengths")
+    asked = {"context_tokens": lengths, "repeats": repeats}
+    settings: CostSettings = strict.build(CostSettings, asked, "cost")
+    return settings
 
 
 def _out_file(given: str | None, subject: Subject) -> Path:
@@ -149,9 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         name, shape = _named_shape(asked.shape)
-        if asked.repeats < 1:
-            raise InputError(f"--repeats: found {asked.repeats}, allowed: 1 or more")
-        settings = CostSettings(context_tokens=_lengths(asked.contexts), repeats=asked.repeats)
+        settings = _settings(asked.contexts, asked.repeats)
         subject = Subject(
             name,
             shape,

@@ -59,7 +59,7 @@ class Experiment:
 
     gguf_file: str
     training_texts: Annotated[int, Bounds(1, 720)]
-    held_out_texts: Annotated[int, Bounds(2, 240)]
+    held_out_texts: Annotated[int, Bounds(2, 480)]
     max_new_tokens: Annotated[int, Bounds(2, 1024)]
     steps: Annotated[int, Bounds(1)]
     train_seed: Annotated[int, Bounds(0)]

@@ -11,8 +11,8 @@ import torch
 from torch.nn import functional
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.model.source import read_object, reading
-from vflash_analysis.strict import Bounds, convert
+from vflash_analysis.model.source import reading
+from vflash_analysis.strict import Bounds, convert, read_object
 
 if TYPE_CHECKING:
     from vflash_analysis.model.frozen import Target

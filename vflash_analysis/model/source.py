@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json
+from vflash_analysis.hub import folder_commits, is_commit
 from vflash_analysis.schemas import PAPER_TARGET
 from vflash_analysis.shapes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B, TargetShape
+from vflash_analysis.strict import read_object
 
 if TYPE_CHECKING:
     from vflash_analysis.model.inputs import FramePreprocessing
@@ -35,7 +36,6 @@ KNOWN_SHAPES: Mapping[str, TargetShape] = {
     "llava-onevision-qwen2-0.5b-ov-hf": LLAVA_ONEVISION_05B,
 }
 _FACTS = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768}
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_REVISION = re.compile(
     r"[0-9a-f]{7,40}|main|refs/.+"
 )  # says which commit; other names are ours
@@ -60,7 +60,7 @@ _HASHED_WHOLE = 64 << 20
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Make one line of whatever a library raises over a damaged file.
+    """Make one line of whatever a library raises over a damaged file; memory is not the file's.
 
     Args:
         what: the file and what it is not, as the line begins.
@@ -70,7 +70,7 @@ def reading(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except InputError:
+    except (InputError, MemoryError, OutOfMemoryError):
         raise
     except Exception as error:  # no list could be whole: the libraries promise none
         told = " ".join(str(error).split())[:300]
@@ -86,18 +86,6 @@ def check_objects(folder: Path) -> None:
     for name in _OBJECTS:
         if (folder / name).is_file():
             read_object(folder / name)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        InputError: the file is missing, not JSON, or not an object.
-    """
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise InputError(f"{path}: found a JSON {type(content).__name__}, allowed: an object")
-    return content
 
 
 def check_safetensors(path: Path) -> None:
@@ -231,34 +219,17 @@ def folder_name(folder: Path) -> str:
     return Path(os.path.abspath(folder)).name
 
 
-def folder_commits(folder: Path) -> list[str]:
-    """Commits of the hub that a folder says its files are of, sorted; none where it says nothing.
-
-    A folder of a Hugging Face cache is named by its commit (`.../snapshots/<commit>`);
-    `hf download --local-dir` keeps it in the first line of
-    `.cache/huggingface/download/<file>.metadata`.
-    """
-    resolved = folder.resolve()
-    if resolved.parent.name == "snapshots" and _COMMIT.fullmatch(resolved.name):
-        return [resolved.name]
-    found = set()
-    for note in (folder / ".cache" / "huggingface" / "download").glob("*.metadata"):
-        if (folder / note.stem).is_file() and note.is_file():
-            found.add(note.read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip())
-    return sorted(commit for commit in found if _COMMIT.fullmatch(commit))
-
-
 def folder_revision(folder: Path, wanted: str | None = None) -> str:
     """The revision that records show for a folder.
 
-    Its own commit, if it says one. Else the one asked for, marked "as configured" where it names a
+    Its own commit, if it says one (`hub.folder_commits`). Else the one asked for, marked "as configured" where it names a
     commit or branch of a hub, of which the folder is no proof; else "local".
 
     Raises:
         InputError: the folder says another commit than the one asked for, or several.
     """
     commits = folder_commits(folder)
-    if wanted and commits and commits != [wanted]:
+    if wanted and commits and not (len(commits) == 1 and is_commit(commits[0], wanted)):
         raise InputError(
             f"target.revision: found {wanted}, allowed: {commits[0]}, which {folder} holds"
             if len(commits) == 1

@@ -93,11 +93,11 @@ def read_files(source: str | Path, revision: str | None = None) -> TargetFiles:
     preprocessing = inputs.read_frame_preprocessing(folder)
     with folders.reading(f"{file}: not usable"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        check_config(config, str(folder))
-        folders.check_numbers(file, config)
-        known = folders.known_shape(config, name)
-        if known is not None:
-            folders.check_known(folder, config, known, preprocessing)
+    check_config(config, str(folder))
+    folders.check_numbers(file, config)
+    known = folders.known_shape(config, name)
+    if known is not None:
+        folders.check_known(folder, config, known, preprocessing)
     image_size = config.vision_config.image_size
     if (preprocessing.height, preprocessing.width) != (image_size, image_size):
         raise InputError(
