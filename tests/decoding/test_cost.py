@@ -274,7 +274,7 @@ def test_the_command_writes_rows_and_the_machine(config_file, tmp_path, capsys, 
             "--shape: found '70b', allowed: llava-onevision-7b, llava-onevision-0",
         ),
         (["--shape", "none/config.json"], "none/config.json: no such file"),
-        (["--contexts", "512,x"], 'cost.context_tokens: found text "x", allowed: whole number'),
+        (["--contexts", "512,x"], 'cost.context_tokens[1]: found text "x", allowed: a whole'),
         (["--contexts", "512,512"], "--contexts: found '512,512', allowed: distinct"),
         (
             ["--contexts", "8"],
