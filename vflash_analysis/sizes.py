@@ -1,8 +1,8 @@
 """What a target and its drafter take in bytes and operations, by arithmetic on their shapes.
 
 Nothing is measured and nothing heavy is imported. `vflash doctor` holds the bytes against the
-device, `vflash plan` turns operations into hours, and the cost model draws its limits from both;
-no other stage depends on them. Tests hold every byte against measured ones.
+device, `vflash plan` turns operations into hours, and tables and figures draw limits from both:
+nothing trained or decoded depends on them. Tests hold every byte against measured ones.
 
     kv_bytes(shape, 25_119, itemsize=2)
 """
