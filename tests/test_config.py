@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from hypothesis import given
@@ -284,7 +286,7 @@ def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_p
     ):
         config.data_folder()
     monkeypatch.setenv("VFLASH_DATA", "/videos/\udcff")  # a byte that is no UTF-8
-    with pytest.raises(InputError, match=r"VFLASH_DATA: found .*udcff', allowed: UTF-8"):
+    with pytest.raises(InputError, match=r"VFLASH_DATA: found .*udcff., allowed: a path in UTF-8"):
         config.local_paths()
     monkeypatch.delenv("VFLASH_DATA")
     (tmp_path / "local.yaml").write_text("target: weights/7b\n")
@@ -321,3 +323,33 @@ def test_a_profile_with_its_own_folder_ignores_the_machine(monkeypatch):
     assert config.target_folder(pocket) == paths.ROOT / "data" / "pocket" / "target"
     with pytest.raises(InputError, match="built by the target stage"):
         config.target_folder(config.load_profile("smoke").target)
+
+
+UNUSABLE = ["a\0b", "\ud800", "x" * 256, "/".join(1000 * ["abcd"]), " "]
+
+
+@pytest.mark.parametrize("text", UNUSABLE)
+def test_a_folder_of_this_machine_that_can_be_no_path_is_one_line(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    monkeypatch.delenv("VFLASH_DATA", raising=False)
+    (tmp_path / "local.yaml").write_text(f"data: {json.dumps(text)}\n")
+    with pytest.raises(
+        InputError, match=r"^local\.yaml: data: found text .*, allowed: a path in UTF"
+    ):
+        config.local_paths()
+    (tmp_path / "local.yaml").unlink()
+    if "\0" not in text:
+        monkeypatch.setattr(os, "environ", {"VFLASH_DATA": text})
+        with pytest.raises(
+            InputError, match=r"^VFLASH_DATA: found text .*, allowed: a path in UTF-8"
+        ):
+            config.local_paths()
+    with pytest.raises(InputError, match=r"^file: found text .*, allowed: "):
+        strict.convert(text, Annotated[str, strict.BELOW], "file")
+
+
+def test_a_local_yaml_that_is_no_file_is_not_taken_for_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    (tmp_path / "local.yaml").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"local\.yaml"):
+        config.local_paths()

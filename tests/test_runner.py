@@ -1032,3 +1032,25 @@ def test_statuses_are_distinct_and_documented():
     assert len(set(summary.STATUSES)) == len(summary.STATUSES)
     documented = inspect.getsource(execute.Ending).split("status: str  # ")[1].splitlines()[0]
     assert set(documented.split(", ")) <= set(summary.STATUSES)
+
+
+@pytest.mark.parametrize("name", ["summary.csv", ".summary.lock"])
+def test_a_summary_that_cannot_be_written_is_a_line_and_stops_nothing(runs, monkeypatch, name):
+    ran = fake_runs(monkeypatch)
+    (runs / "p" / name).mkdir(parents=True)
+    told = io.StringIO()
+    outcomes = runner.run_plan(chain_of(runs), "p", stream=told)
+    assert ran == ["a", "b", "c", "d"] and {o.status for o in outcomes} == {"ok"}
+    last = told.getvalue().splitlines()[-1]
+    assert last.endswith("summary.csv: cannot be written (Is a directory)") and ".tmp" not in last
+
+
+@pytest.mark.parametrize("cell", ["inf", "nan", "-1", "soon", "9" * 400, ""])
+def test_a_damaged_cell_of_the_summary_costs_its_own_estimate(runs, cell):
+    told = Summary("p")
+    told.note("a", Outcome("a", "ok", 10.5))
+    told.note("b", Outcome("b", "ok", 20))
+    told.file.write_text(told.file.read_text().replace("10.5", cell))
+    assert told.expected(["a", "b"]) == (20, False)
+    told.note("c", Outcome("c", "ok", 30))
+    assert told.read()["shard"].tolist() == ["a", "b", "c"]

@@ -279,6 +279,8 @@ def rehearse(
     """Write generated clips as the five suites are laid out, and print the run that reads them."""
     from vflash_analysis.clips import layouts, suites
 
+    if not strict.fits_a_path(str(folder)):
+        raise InputError(f"folder: found {strict.shown(str(folder))}, allowed: a path in UTF-8")
     folder = folder.expanduser().resolve()
     described = suites.load_suites(paths.DATA / "suites")
     made = layouts.write_layouts(folder, config.load_profile("smoke").clips, described)

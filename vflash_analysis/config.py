@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
 from vflash_analysis.schemas import BLOCK_SIZE, COMPARISON_METHODS, METHOD_NAMES, TREE_NODES
-from vflash_analysis.strict import Bounds, apply_overrides, build, is_text, read_yaml, shown
+from vflash_analysis.strict import Bounds, apply_overrides, build, fits_a_path, read_yaml, shown
 
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
 TRACKED_PROFILE = "pocket"  # whose records, drafters and figures are tracked
@@ -386,13 +386,16 @@ def local_environment() -> dict[str, str]:
     """The environment's folders of this machine, absolute: what a process that runs elsewhere needs.
 
     Raises:
-        InputError: one is not UTF-8, which records and requests could not tell.
+        InputError: one can be no path, or is not UTF-8, which records and requests could not tell.
     """
     found = {name: text for name in _VARIABLES.values() if (text := os.environ.get(name))}
-    for name, text in found.items():
-        if not is_text(text):
-            raise InputError(f"{name}: found {text!r}, allowed: UTF-8")
-    return {name: os.path.abspath(paths.expanded(text)) for name, text in found.items()}
+    return {name: os.path.abspath(_folder(text, name)) for name, text in found.items()}
+
+
+def _folder(text: Any, place: str) -> Path:
+    if not isinstance(text, str) or not fits_a_path(text):
+        raise InputError(f"{place}: found {shown(text)}, allowed: a path in UTF-8")
+    return paths.expanded(text)
 
 
 def local_paths() -> dict[str, Path]:
@@ -402,17 +405,17 @@ def local_paths() -> dict[str, Path]:
     variable gives it, from the checkout where `local.yaml` does.
 
     Raises:
-        InputError: `local.yaml` has another key, or a value is no text.
+        InputError: `local.yaml` is no file or has another key, or a value is no path.
     """
     found: dict[str, Path] = {}
     file = paths.ROOT / "local.yaml"
+    if os.path.lexists(file) and not file.is_file():
+        raise InputError("local.yaml: found a folder, a pipe or a broken link, allowed: a file")
     if file.is_file():
         for key, value in read_yaml(file, may_be_empty=True).items():
             if key not in _VARIABLES:
                 raise InputError(f"local.yaml: {key}: unknown setting, allowed: target, data")
-            if not isinstance(value, str) or not value.strip():
-                raise InputError(f"local.yaml: {key}: found {shown(value)}, allowed: a path")
-            found[key] = paths.ROOT / paths.expanded(value)
+            found[key] = paths.ROOT / _folder(value, f"local.yaml: {key}")
     given = local_environment()
     return found | {k: Path(given[name]) for k, name in _VARIABLES.items() if name in given}
 

@@ -152,7 +152,7 @@ class FolderLock:
 
     def _remove_stale(self, token: str) -> None:
         """Move a dead process's lock away; of several that try, one succeeds."""
-        aside = self.path.with_name(f".{LOCK_NAME}.{token}.stale")
+        aside = self.path.with_name(f".{LOCK_NAME}.{self.token}.stale")
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:

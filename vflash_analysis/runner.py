@@ -303,6 +303,7 @@ def run_plan(
     summary = Summary(profile)
     finished = {shard.name for shard in shards if shard.done}
     outcomes: list[Outcome] = []
+    unwritten = ""
     line = ProgressLine(len(waiting), stream or sys.stderr)
     try:
         for shard in chosen:
@@ -327,8 +328,13 @@ def run_plan(
             if outcome.status == "ok":
                 finished.add(shard.name)
             if outcome.status != "skipped":
-                summary.note(shard.stage, outcome)
+                try:
+                    summary.note(shard.stage, outcome)
+                except InputError as error:  # the shard's own DONE is what counts
+                    unwritten = str(error)
             outcomes.append(outcome)
     finally:
         line.close()
+        if unwritten:
+            print(unwritten, file=stream or sys.stderr)
     return outcomes

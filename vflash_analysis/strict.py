@@ -55,15 +55,22 @@ HEX_SHA256 = Form("64 hex digits", re.compile("[0-9a-f]{64}").fullmatch)
 
 
 def is_text(value: str) -> bool:
-    """Whether a text can be a path and be written as UTF-8: no NUL and no half of a pair."""
+    """Whether a text can be written as UTF-8 and be part of a path: no NUL, no half of a pair."""
     return _NO_TEXT.search(value) is None
+
+
+def fits_a_path(text: str) -> bool:
+    """Whether a text can name a file, as Linux limits names and paths in bytes."""
+    if not text.strip() or not is_text(text):
+        return False
+    return len(text.encode()) < 4096 and all(len(n.encode()) < 256 for n in text.split("/"))
 
 
 def is_below(path: str) -> bool:
     """Whether a path stays below the folder that it counts from, links aside; `.` is that folder."""
     pure = PurePosixPath(path)
     inside = not pure.is_absolute() and ".." not in pure.parts
-    return inside and bool(path.strip()) and is_text(path)
+    return inside and fits_a_path(path)
 
 
 def _is_pattern(path: str) -> bool:

@@ -12,10 +12,12 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis import paths, records
+from vflash_analysis.errors import InputError
 from vflash_analysis.progress import clock
 
 STATUSES = ("ok", "skipped", "bad input", "error", "died", "timeout", "incomplete", "blocked")
 GOOD = ("ok", "skipped")
+MOST_SECONDS = 1e9  # thirty years: a cell above it is damaged
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,40 @@ class Summary:
     def read(self) -> pd.DataFrame:
         """One row a shard, columns COLUMNS; none where the file is absent or damaged."""
         try:
-            rows = pd.read_csv(self.file, keep_default_na=False).loc[:, list(self.COLUMNS)]
-            return rows.astype({"seconds": float})
+            rows = pd.read_csv(self.file, dtype=str, keep_default_na=False, on_bad_lines="skip")
+            rows = rows.loc[:, list(self.COLUMNS)]
         except (OSError, ValueError, KeyError):  # what is lost is an estimate of time, nothing else
             return pd.DataFrame(columns=self.COLUMNS)
+        seconds = pd.to_numeric(rows["seconds"], errors="coerce")
+        return rows.assign(seconds=seconds.where(seconds.between(0, MOST_SECONDS)))
 
     def expected(self, stages: Sequence[str]) -> tuple[float, bool]:
         """Seconds for these shards' stages, and whether all are known: unknown ones count nothing."""
         rows = self.read()
-        took = rows.loc[rows["status"] == "ok"].groupby("stage")["seconds"].last()
+        took = rows.loc[rows["status"] == "ok"].groupby("stage")["seconds"].last().dropna()
         known = [float(took[stage]) for stage in stages if stage in took]
         return sum(known), len(known) == len(stages)
 
     def note(self, stage: str, outcome: Outcome) -> None:
-        """Write down how a shard ended, in place of its row before."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.with_name(".summary.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of another run: held for a moment
-            rows = self.read()
-            own = [{**vars(outcome), "stage": stage}]
-            others = rows.loc[rows["shard"] != outcome.shard].to_dict("records")
-            told = pd.DataFrame([*others, *own], columns=self.COLUMNS)
-            text = told.to_csv(index=False, float_format="%.1f", lineterminator="\n")
-            records.write_text_atomic(self.file, text)
+        """Write down how a shard ended, in place of its row before.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        lock_file = self.file.with_name(".summary.lock")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with lock_file.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # of another run: held for a moment
+                rows = self.read()
+                own = [{**vars(outcome), "stage": stage}]
+                others = rows.loc[rows["shard"] != outcome.shard].to_dict("records")
+                told = pd.DataFrame([*others, *own], columns=self.COLUMNS)
+                text = told.to_csv(index=False, float_format="%.1f", lineterminator="\n")
+                records.write_text_atomic(self.file, text)
+        except OSError as error:
+            place = paths.relative_to_root(self.file)
+            raise InputError(f"{place}: cannot be written ({error.strerror or error})") from error
 
 
 def summary_lines(outcomes: Sequence[Outcome], seconds: float) -> list[str]:

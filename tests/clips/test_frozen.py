@@ -71,6 +71,15 @@ def test_without_a_folder_for_lists_nothing_is_frozen(data):
         frozen.freeze(settings, data, io.StringIO())
 
 
+def test_a_file_in_the_place_of_the_lists_is_refused_before_anything_is_hashed(data, monkeypatch):
+    monkeypatch.setattr(frozen, "hash_videos", lambda *_: pytest.fail("hashed"))
+    settings = dataclasses.replace(SETTINGS, frozen_lists="/dev/null")
+    with pytest.raises(
+        InputError, match=r"^clips\.frozen_lists: found /dev/null, which is no fold"
+    ):
+        frozen.freeze(settings, data, io.StringIO())
+
+
 def test_freezing_again_reads_nothing_and_gives_the_same_bytes(data, monkeypatch):
     freeze(data)
     before = lists()

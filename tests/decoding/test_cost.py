@@ -295,7 +295,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words, message, capsys, monkeypat
     assert told.startswith(f"error: {message}") and told.count("\n") == 1
 
 
-@pytest.mark.parametrize("fault", ["suffix", "folder", "machine", "parent", "read_only"])
+@pytest.mark.parametrize("fault", ["suffix", "folder", "machine", "another", "parent", "read_only"])
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
     fault, config_file, tmp_path, capsys, monkeypatch
 ):
@@ -307,6 +307,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
         "suffix": (tmp_path / "rows.txt", "rows.txt', allowed: the path of a file that ends in"),
         "folder": (folder, f"--out: found a folder at {folder}, allowed: a file"),
         "machine": (folder / "machine.csv", "machine.json, allowed: a file, or nothing"),
+        "another": (config_file.with_suffix(".csv"), "config.json, which would be written over"),
         "parent": (file / "under" / "rows.csv", f"--out: found {file / 'under'}: Not a directory"),
         "read_only": (file.parent / "rows.csv", "Read-only file system, allowed: a folder to"),
     }[fault]

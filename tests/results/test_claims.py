@@ -59,9 +59,15 @@ def test_only_the_blocks_of_the_page_change(speedups, tmp_path):
             f"before\n{start}\n{claims(speedups)}\n{end}\n"
             f"between\n{first}\n{checks(speedups, GATES)}\n{last}\nafter\n"
         )
-    for damaged in ("nothing\n", f"{end}\n{start}\n{first}\n{last}\n", 2 * readme.read_text()):
+    for damaged in (
+        "nothing\n",
+        f"{end}\n{start}\n{first}\n{last}\n",
+        f"{start}\n{first}\n{end}\n{last}\n",
+        f"{start}\n{first}\n{last}\n{end}\n",
+        2 * readme.read_text(),
+    ):
         readme.write_text(damaged)
-        with pytest.raises(InputError, match="found no lines"):
+        with pytest.raises(InputError, match="found not these lines"):
             write_claims(readme, speedups, GATES)
         assert readme.read_text() == damaged
 

@@ -86,7 +86,12 @@ def list_path(settings: ClipSettings, benchmark: str, sample_seed: int) -> Path 
     """
     if settings.frozen_lists is None:
         return None
-    path = paths.ROOT / settings.frozen_lists / f"{benchmark}-{sample_seed}.jsonl"
+    folder = paths.ROOT / settings.frozen_lists
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise InputError(
+            f"clips.frozen_lists: found {folder}, which is no folder, allowed: a folder"
+        )
+    path = folder / f"{benchmark}-{sample_seed}.jsonl"
     if os.path.lexists(path) and not path.is_file():
         found = "a folder" if path.is_dir() else "a link that leads to no file"
         raise InputError(f"{path}: found {found}, allowed: a frozen list or nothing")
@@ -179,13 +184,14 @@ def freeze(settings: ClipSettings, data_root: Path, stream: Any) -> pd.DataFrame
         )
     if settings.frozen_lists is None:
         raise InputError("clips.frozen_lists: found null, allowed with freeze: a folder")
+    keys = [(name, seed) for name in settings.benchmarks for seed in settings.sample_seeds]
+    listed = {key: path for key in keys if (path := list_path(settings, *key))}
     drawn: dict[tuple[str, int], list[Clip]] = {}
     folders: dict[str, Path] = {}
     for name, suite in chosen_suites(settings.benchmarks).items():
         folders[name] = find_dataset(suite, data_root)[1]
         for seed in settings.sample_seeds:
             drawn[name, seed] = suite_clips(suite, data_root, seed, settings.clips_per_suite_all)
-    listed = {key: path for key in drawn if (path := list_path(settings, *key))}
     every = {clip.path: clip for clips in drawn.values() for clip in clips}
     faults = [fault for clip in every.values() if (fault := file_fault(clip))]
     if faults:

@@ -111,6 +111,11 @@ def _out_file(given: str | None, subject: Subject) -> Path:
     for file in (out, out.with_suffix(".json")):
         if file.is_dir():
             raise InputError(f"--out: found a folder at {file}, allowed: a file, or nothing")
+    if not out.exists() and out.with_suffix(".json").exists():
+        raise InputError(
+            f"--out: found {out.with_suffix('.json')}, which would be written over, allowed: "
+            "another name"
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()

@@ -13,6 +13,9 @@ from vflash_analysis.results.published import PAGE_DEVICE
 from vflash_analysis.results.tidy import BENCHMARK_ORDER, MISSING, label
 from vflash_analysis.results.write import NO_VALUE, cell_text, value_text
 from vflash_analysis.schemas import VFLASH_METHODS
+from vflash_analysis.strict import read_text
+
+BLOCKS = ("claims", "checks")
 
 
 def block(name: str) -> tuple[str, str]:
@@ -118,20 +121,22 @@ def checks(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
 
 def readme_blocks(frame: pd.DataFrame, gates: pd.DataFrame) -> dict[str, str]:
     """What the README's blocks say, by their names; errors as in `claims`."""
-    return {"claims": claims(frame), "checks": checks(frame, gates)}
+    return dict(zip(BLOCKS, (claims(frame), checks(frame, gates)), strict=True))
 
 
 def check_readme(readme: Path) -> str:
     """The README's text, whose blocks can be replaced.
 
     Raises:
-        InputError: it lacks a block's first or last line, or has one twice.
+        InputError: it is not UTF-8, or lacks a block's first or last line, or has one twice, or
+            one block within another.
     """
-    text = readme.read_text(encoding="utf-8")
-    for name in ("claims", "checks"):
-        start, end = block(name)
-        if text.count(start) != 1 or end not in text.partition(start)[2]:
-            raise InputError(f"{readme.name}: found no lines {start} and {end} once, in this order")
+    text = read_text(readme, readme.name)
+    lines = [line for name in BLOCKS for line in block(name)]
+    places = [text.find(line) for line in lines]
+    if any(text.count(line) != 1 for line in lines) or places != sorted(places):
+        told = ", ".join(lines)
+        raise InputError(f"{readme.name}: found not these lines, each once, in this order: {told}")
     return text
 
 
