@@ -5,6 +5,7 @@ import io
 import json
 import shlex
 import sys
+from contextlib import nullcontext
 from shutil import rmtree
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 from tests.clips import hub
 from tests.clips.make_clips import write_clip
 from tests.results.synthetic import write_synthetic
-from vflash_analysis import cli, demo, paths, publish, records, runner, stages
+from vflash_analysis import cli, demo, environment, paths, publish, records, runner, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import final_drafters, load_records
@@ -140,7 +141,7 @@ def test_bad_input_is_one_line_and_exit_code_2(runs, monkeypatch, capsys, words,
     assert told.startswith(f"vflash: {message}") and told.count("\n") == 1
 
 
-def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
+def test_doctor_says_what_is_missing(runs, monkeypatch, tmp_path):
     code, output = call("doctor", "--profile", "smoke", "--json")
     items = {row["item"]: row for row in last_json(output)["items"]}
     assert code == 0 and items["numpy"]["ok"] and items["device"]["ok"]
@@ -155,6 +156,50 @@ def test_doctor_says_what_is_missing(monkeypatch, tmp_path):
     assert code == 1 and [row["item"] for row in machine] == list(items)[: len(machine)]
     assert target["item"] == "target files" and not target["ok"]
     assert target["note"].startswith(f"{tmp_path / 'config.json'}, line 1: not readable as JSON")
+    (disk,) = (row for row in machine if row["item"] == "free disk")
+    assert disk["wanted"] == "unknown" and not disk["ok"]
+
+
+def test_doctor_asks_no_disk_for_what_is_done(runs, monkeypatch):
+    monkeypatch.setattr("vflash_analysis.config.local_paths", dict)
+    monkeypatch.setattr(runner, "ask_preflight", lambda *_: [])
+    told = []
+    for _ in range(2):
+        _, output = call("doctor", "--profile", "h100", "--json")
+        told += [row for row in last_json(output)["items"] if row["item"] == "free disk"]
+        for shard in stages.plan("h100"):
+            if shard.stage == "drafter":
+                finish(shard)
+    assert [row["wanted"] for row in told] == ["33.5 GB or more", "2.0 GB or more"]
+
+
+@pytest.mark.parametrize(("free_gb", "refused"), [(31.4, True), (31.5, False), (0.1, True)])
+def test_a_run_whose_results_do_not_fit_on_the_disk_is_refused(runs, monkeypatch, free_gb, refused):
+    monkeypatch.setattr("vflash_analysis.config.local_paths", dict)
+    monkeypatch.setattr(environment, "free_disk_bytes", lambda _: int(free_gb * 1e9))
+    monkeypatch.setattr(runner, "missing_inputs", lambda _: [])
+    monkeypatch.setattr(runner, "one_device", lambda *_: nullcontext({}))
+    monkeypatch.setattr(runner, "ask_preflight", lambda *_: [])
+    fake_runs(monkeypatch)
+    finish(next(shard for shard in stages.plan("h100") if shard.stage == "clips"))
+    ran = ["run", "--profile", "h100", "--only", "drafter", "--only", "target"]
+    if refused:
+        free = f"{free_gb:.1f} GB at {runs}"
+        with pytest.raises(InputError, match=rf"^free disk: found {free}, allowed: 31\.5 GB or mo"):
+            call(*ran)
+        assert not list(runs.glob("h100/target/*/DONE"))
+        call(*ran[:3], "--only", "target")  # which leaves next to nothing
+    else:
+        call(*ran)
+    assert len(list(runs.glob("h100/target/*/DONE"))) == 1
+
+
+@pytest.mark.parametrize("profile", ["smoke", "pocket"])
+def test_a_small_run_is_left_to_find_a_full_disk_out(runs, monkeypatch, profile):
+    monkeypatch.setattr(environment, "free_disk_bytes", lambda _: 10**6)
+    fake_runs(monkeypatch)
+    code, output = call("run", "--profile", profile, "--json")
+    assert code == 0 and last_json(output)["ok"]
 
 
 def test_a_plan_needs_no_checkpoint(runs, monkeypatch):

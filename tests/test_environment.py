@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from vflash_analysis import config, environment, estimate, paths
+from vflash_analysis import config, environment, estimate, paths, stages
 from vflash_analysis.errors import InputError
 
 PROJECT = tomllib.loads((paths.ROOT / "pyproject.toml").read_text())["project"]
@@ -160,16 +160,17 @@ def test_the_environment_table_tells_what_is_there(monkeypatch):
     assert {"python", "frame readers", "free disk", "transformers"} <= set(table.index)
 
 
-def test_the_disk_that_is_wanted_is_the_profile_s_where_results_go(monkeypatch, tmp_path):
+def test_the_disk_that_is_wanted_is_the_plan_s_where_results_go(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(paths, "RUNS", tmp_path / "not" / "yet")
     monkeypatch.setattr(
         environment.shutil, "disk_usage", lambda p: asked.append(p) or SimpleNamespace(free=20e9)
     )
     monkeypatch.setattr(config, "local_paths", dict)
     for name, fits in (("smoke", True), ("pocket", True), ("h100", False)):
         profile = config.load_profile(name)
-        needed = estimate.disk_bytes(profile)
+        monkeypatch.setattr(paths, "RUNS", tmp_path / "plan")
+        needed = estimate.disk_bytes(profile, stages.plan(name))
+        monkeypatch.setattr(paths, "RUNS", tmp_path / "not" / "yet")
         table = environment.environment_table(profile, needed).set_index("item")
         row = table.loc["free disk"]
         assert (bool(row["ok"]), row["found"]) == (fits, "20.0 GB"), name
@@ -178,6 +179,12 @@ def test_the_disk_that_is_wanted_is_the_profile_s_where_results_go(monkeypatch, 
     # h100: two checkpoints of masters and two averages, and two drafters, 3.93 GB of masters each
     assert needed == pytest.approx((2 * 3 + 2) * 3.93e9, rel=0.01)
     assert set(asked) == {tmp_path}
+
+
+def test_a_disk_need_that_cannot_be_told_is_unknown_and_not_ok():
+    table = environment.environment_table(config.load_profile("smoke"), None).set_index("item")
+    row = table.loc["free disk"]
+    assert (row["wanted"], bool(row["ok"])) == ("unknown", False) and "config.json" in row["note"]
 
 
 def test_without_a_reader_the_table_names_the_alternatives(monkeypatch):

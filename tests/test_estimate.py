@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from vflash_analysis import config, estimate, shapes, sizes
+from tests.test_cli import finish
+from vflash_analysis import config, estimate, paths, shapes, sizes, stages
 from vflash_analysis.config import DrafterKey
 from vflash_analysis.estimate import GPU
 from vflash_analysis.results.published import device_facts
@@ -118,6 +119,61 @@ def test_states_take_disk_only_where_they_are_stored():
     lists = 1600 + 40 + 60
     assert first.disk_bytes == lists * rows * 4 * shape.hidden_size * 2
     assert estimate.estimate_stages(H100_PROFILE, OWN, [], H100)[0].disk_bytes == 0
+
+
+MASTERS = 4 * 983_601_152  # bytes of one drafter of the h100 profile
+
+
+def hold(shard: stages.Shard, size: int) -> None:
+    """Leave a sparse file as an interrupted shard leaves a checkpoint."""
+    file = shard.folder / "checkpoints" / "step_1" / "weights"
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as out:
+        out.truncate(size)
+
+
+def test_disk_is_needed_only_for_what_is_not_there_yet(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
+    monkeypatch.setattr(config, "local_paths", dict)
+    shards = stages.plan("h100")
+    first, second = (shard for shard in shards if shard.stage == "drafter")
+    # two drafters' masters, and two checkpoints of masters and two averages of the one in training
+    assert estimate.disk_bytes(H100_PROFILE, shards) == (2 + 2 * 3) * MASTERS
+    hold(first, 3 * MASTERS)
+    assert estimate.disk_bytes(H100_PROFILE, shards) == (2 + 3) * MASTERS
+    finish(first)
+    assert estimate.disk_bytes(H100_PROFILE, shards) == (1 + 2 * 3) * MASTERS
+    hold(second, 9 * MASTERS)
+    assert estimate.disk_bytes(H100_PROFILE, shards) == 0.0
+    finish(second)
+    assert estimate.disk_bytes(H100_PROFILE, shards) == 0.0
+
+
+def test_stored_states_and_drafters_count_apart(monkeypatch, tmp_path):
+    monkeypatch.setattr(paths, "RUNS", tmp_path)
+    pocket, shards = config.load_profile("pocket"), stages.plan("pocket")
+    shape = estimate.target_shape(pocket)
+    assert shape is not None
+    states, drafters, _ = estimate.estimate_stages(
+        pocket, estimate.sizes_of(pocket, shape), config.main_drafters(pocket), H100
+    )
+    both = estimate.disk_bytes(pocket, shards)
+    assert both == states.disk_bytes + drafters.disk_bytes > states.disk_bytes > 0
+    (collected,) = (shard for shard in shards if shard.stage == "continuations")
+    hold(collected, 10**12)  # more than was thought leaves no more room for drafters
+    assert estimate.disk_bytes(pocket, shards) == drafters.disk_bytes
+    assert estimate.disk_bytes(pocket, [s for s in shards if s.stage == "decode"]) == 0.0
+    given = {"drafter.source": "data/pocket/drafters"}
+    profile = config.load_profile("pocket", given)
+    assert estimate.disk_bytes(profile, stages.plan("pocket", given)) == states.disk_bytes
+
+
+@pytest.mark.parametrize("damage", ["", "[", "[]", "{}"])
+def test_a_damaged_config_leaves_the_disk_unknown(monkeypatch, tmp_path, damage):
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    (tmp_path / "config.json").write_text(damage)
+    assert estimate.disk_bytes(H100_PROFILE, stages.plan("h100")) is None
 
 
 def test_what_is_told(monkeypatch, tmp_path):

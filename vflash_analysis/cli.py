@@ -176,7 +176,7 @@ def doctor(
         _doctor_data(settings, as_json)
     from vflash_analysis.environment import environment_table
 
-    needed = estimate.disk_bytes(settings)
+    needed = estimate.disk_bytes(settings, stages.plan(profile, _overrides(set_)))
     rows: list[dict[Any, Any]] = [*environment_table(settings, needed).to_dict("records")]
     rows += runner.ask_preflight(profile, _overrides(set_))
     for row in rows:

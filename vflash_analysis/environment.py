@@ -26,6 +26,7 @@ TORCH = ("torch", "transformers", "accelerate", "safetensors", "tokenizers")
 READERS = ("decord", "eva-decord", "decord2", "av")
 NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")
 TRANSFORMERS_RANGE = ((5, 24), (5, 40))  # at least the first, below the second
+ELSEWHERE = "VFLASH_RUNS puts results elsewhere"
 LEAST_DISK_GB = 2.0  # for records, notebooks and logs, beside what the estimate counts
 READER_THREADS = 2  # that a frame reader decodes with; many make small clips slower
 EOF_RETRY = "DECORD_EOF_RETRY_MAX"
@@ -129,7 +130,25 @@ def _device_rows(profile: Profile) -> list[dict[str, Any]]:
     return [*rows, row("torch threads", torch.get_num_threads(), "any", True)]
 
 
-def _place_rows(profile: Profile, disk_bytes: float) -> list[dict[str, Any]]:
+def free_disk_bytes(folder: Path) -> int:
+    """Free disk where a folder's files would go: there or at the nearest folder above it."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def _disk_row(disk_bytes: float | None) -> dict[str, Any]:
+    """The row of the free disk; not ok where it is unknown what is needed."""
+    free_gb, needed_gb = free_disk_bytes(paths.RUNS) / 1e9, LEAST_DISK_GB + (disk_bytes or 0) / 1e9
+    fits = free_gb >= needed_gb
+    wanted, note = f"{needed_gb:.1f} GB or more", "" if fits else ELSEWHERE
+    if disk_bytes is None:
+        fits, wanted, note = False, "unknown", "the target's config.json cannot be read"
+    return row("free disk", f"{free_gb:.1f} GB", wanted, fits, note)
+
+
+def _place_rows(profile: Profile, disk_bytes: float | None) -> list[dict[str, Any]]:
     """Rows for the folders of this machine, the disk and the kernel."""
     rows = []
     if profile.target.source != config.TINY_TARGET:
@@ -145,13 +164,7 @@ def _place_rows(profile: Profile, disk_bytes: float) -> list[dict[str, Any]]:
             rows.append(row("videos", str(config.data_folder()), "a folder", True))
         except InputError as error:
             rows.append(row("videos", None, "a folder", False, str(error)))
-    place = paths.RUNS
-    while not place.exists():
-        place = place.parent
-    free_gb, needed_gb = shutil.disk_usage(place).free / 1e9, LEAST_DISK_GB + disk_bytes / 1e9
-    wanted = f"{needed_gb:.1f} GB or more"
-    note = "" if free_gb >= needed_gb else f"VFLASH_RUNS puts results elsewhere than {place}"
-    rows.append(row("free disk", f"{free_gb:.1f} GB", wanted, free_gb >= needed_gb, note))
+    rows.append(_disk_row(disk_bytes))
     command = kernel_command()
     ours = command is not None and Path(command[0]).name.startswith("python")
     note = "" if ours else "pip install -e .[notebooks]"
@@ -159,12 +172,12 @@ def _place_rows(profile: Profile, disk_bytes: float) -> list[dict[str, Any]]:
     return rows
 
 
-def environment_table(profile: Profile, disk_bytes: float) -> pd.DataFrame:
+def environment_table(profile: Profile, disk_bytes: float | None) -> pd.DataFrame:
     """What is there and what the profile wants: columns item, found, wanted, ok, note.
 
     Args:
         profile: the profile.
-        disk_bytes: what its stages leave (`estimate.disk_bytes`).
+        disk_bytes: what its shards have yet to leave (`estimate.disk_bytes`); None: unknown.
     """
     wanted = ">=3.11"
     rows = [row("python", platform.python_version(), wanted, sys.version_info >= (3, 11))]

@@ -14,9 +14,12 @@ the judging of near ties.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vflash_analysis import config, shapes, sizes
@@ -31,6 +34,7 @@ from vflash_analysis.schemas import (
 )
 from vflash_analysis.shapes import DrafterShape, TargetShape
 from vflash_analysis.sizes import Work
+from vflash_analysis.stages import Shard
 
 TEXT_TOKENS = 30  # of a prompt beside its video: the page's 25,119 less 128 x 196 + 1
 LOGITS_COPIES = 5  # that live at the loss's peak, see `shapes.LOGITS_BYTES`
@@ -271,17 +275,37 @@ def memory(profile: Profile, own: Sizes) -> dict[str, dict[str, int]]:
     return parts
 
 
-def disk_bytes(profile: Profile) -> float:
-    """Bytes that the profile's stages leave at once; 0 for a target that is not there to be read."""
+def disk_bytes(profile: Profile, shards: Sequence[Shard]) -> float | None:
+    """Bytes that the shards of a plan which are not done have yet to leave in their folders.
+
+    None where it is unknown, as the target's `config.json` cannot be read. A target that a stage
+    builds leaves next to nothing.
+    """
     try:
         target = target_shape(profile)
     except InputError:  # told where the target's files are
-        return 0.0
+        return None
     if target is None:
         return 0.0
-    drafters = [] if profile.drafter.source else config.main_drafters(profile)
-    stages = estimate_stages(profile, sizes_of(profile, target), drafters, device_facts(GPU))
-    return sum(stage.disk_bytes for stage in stages)
+    waiting = [shard for shard in shards if not shard.done]
+    trained = [] if profile.drafter.source else [s for s in waiting if s.stage == "drafter"]
+    drafters = [shard.drafter_key for shard in trained]
+    needed = 0.0
+    for stage in estimate_stages(profile, sizes_of(profile, target), drafters, device_facts(GPU)):
+        folders = [shard.folder for shard in waiting if shard.stage == stage.stage]
+        if folders:
+            needed += max(0.0, stage.disk_bytes - sum(map(_held_bytes, folders)))
+    return needed
+
+
+def _held_bytes(folder: Path) -> int:
+    """Bytes of the files below a folder, as an interrupted run left them."""
+    held = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # a run beside this one has replaced it
+                held += os.stat(os.path.join(place, name)).st_size
+    return held
 
 
 def size(count: float) -> str:

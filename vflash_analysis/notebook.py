@@ -84,7 +84,7 @@ class OpenStage:
     @property
     def drafter_key(self) -> DrafterKey:
         """Which drafter a drafter stage trains, the profile's numbers filled in."""
-        return DrafterKey(**{name: self.shard.parameters[name] for name in STAGES["drafter"].takes})
+        return self.shard.drafter_key
 
     def inputs(self, stage: str) -> dict[str, Path]:
         """The folders of an earlier stage's results, by shard name."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vflash_analysis import config, paths, records
+from vflash_analysis import config, environment, estimate, paths, records
 from vflash_analysis.devices import one_device
 from vflash_analysis.environment import MEMORY, row
 from vflash_analysis.errors import InputError
@@ -228,8 +228,26 @@ def ask_preflight(
     return rows
 
 
+def _refuse_small_disk(profile: config.Profile, waiting: Sequence[Shard]) -> None:
+    """Refuse a run whose results will not fit on the disk.
+
+    What the estimate leaves out is not asked for here: a run of less finds a full disk out soon
+    enough, and goes on from there.
+
+    Raises:
+        InputError: names what is free and what is needed.
+    """
+    needed = estimate.disk_bytes(profile, waiting)
+    free = environment.free_disk_bytes(paths.RUNS)
+    if needed is not None and needed > max(free, 1e9 * environment.LEAST_DISK_GB):
+        raise InputError(
+            f"free disk: found {estimate.size(free)} at {paths.relative_to_root(paths.RUNS)}, "
+            f"allowed: {estimate.size(needed)} or more; {environment.ELSEWHERE}"
+        )
+
+
 def _refuse_unfit(waiting: Sequence[Shard], say: Callable[[str], None]) -> None:
-    """Refuse a run whose target or device cannot do it, before its first shard.
+    """Refuse a run whose disk, target or device cannot do it, before its first shard.
 
     Only a target that this machine brings, or one on a GPU, is looked at: a tracked one on the CPU
     is found out soon enough.
@@ -241,7 +259,9 @@ def _refuse_unfit(waiting: Sequence[Shard], say: Callable[[str], None]) -> None:
     if needy is None:
         return
     own = needy.parameters
-    settings = config.load_profile(own["profile"], own["overrides"]).target
+    profile = config.load_profile(own["profile"], own["overrides"])
+    _refuse_small_disk(profile, waiting)
+    settings = profile.target
     if settings.source is not None and settings.device == "cpu":
         return
     stages = {shard.stage for shard in waiting}

@@ -222,6 +222,11 @@ class Shard:
     def done(self) -> bool:
         return self.why_not_done() is None
 
+    @property
+    def drafter_key(self) -> DrafterKey:
+        """Which drafter a drafter stage trains, the profile's numbers filled in."""
+        return DrafterKey(**{name: self.parameters[name] for name in STAGES["drafter"].takes})
+
     def as_json(self) -> dict[str, Any]:
         """JSON types only; paths relative to the checkout."""
         row = dataclasses.asdict(self)
