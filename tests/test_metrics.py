@@ -26,7 +26,8 @@ from vflash_analysis.metrics import (
     usable_cycles,
     value_of,
 )
-from vflash_analysis.records import BENCHMARKS, CYCLES, GENERATIONS, blank_row, typed_frame
+from vflash_analysis.records import blank_row, typed_frame
+from vflash_analysis.schemas import BENCHMARKS, CYCLES, GENERATIONS
 
 
 def decode(method: str, clip: str, tokens: int, calls: int, seconds: float, **changes):

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import IPython  # noqa: F401  (as in a kernel)
 import pytest
 
-from vflash_analysis import config, notebook, paths, records, stages
+from vflash_analysis import config, notebook, paths, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import LOCK_NAME, FolderLock
 from vflash_analysis.notebook import open_stage
+from vflash_analysis.strict import read_json
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ def test_a_stage_by_hand_leaves_what_the_runner_looks_for():
     (shard,) = [s for s in stages.plan("smoke") if s.stage == "clips"]
     assert shard.done and shard.folder == stage.folder
     assert not (stage.folder / LOCK_NAME).exists()
-    manifest = records.read_json(stage.folder / "manifest.json")
+    manifest = read_json(stage.folder / "manifest.json")
     keys = "run_id stage profile git_commit git_dirty versions device driver threads seeds inputs"
     assert {*keys.split(), "planned", "done"} <= set(manifest)
     assert (manifest["planned"], manifest["done"], manifest["run_id"]) == (10, 9, shard.run_id)

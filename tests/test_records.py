@@ -1,25 +1,21 @@
 """Record files: what is written comes back, what does not belong is refused with one line."""
 
+import ast
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from vflash_analysis import records
+from vflash_analysis import paths, records, schemas, strict
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import (
-    ANCHORS,
-    CONTINUATIONS,
-    COSTS,
-    CYCLES,
-    GENERATIONS,
-    SCHEMAS,
     blank_row,
     merge_parts,
     part_path,
-    read_json,
     read_records,
     read_records_csv,
     sha256_of_file,
@@ -32,6 +28,17 @@ from vflash_analysis.records import (
     write_records,
     write_records_csv,
 )
+from vflash_analysis.schemas import (
+    ANCHORS,
+    CONTINUATIONS,
+    COSTS,
+    CYCLES,
+    GENERATIONS,
+    ROW_KEY,
+    SCHEMAS,
+    TRAINING,
+)
+from vflash_analysis.strict import read_json
 
 
 def continuation(clip_id: str, /, **changes: object) -> dict[str, object]:
@@ -150,7 +157,7 @@ def test_a_row_without_a_column_is_refused():
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
 def test_an_infinity_is_refused_and_nan_becomes_missing(value):
-    row = blank_row(records.TRAINING) | {
+    row = blank_row(TRAINING) | {
         **dict.fromkeys(("target_sha256", "drafter_sha256", "objective", "setting", "device"), "x"),
         **dict.fromkeys(("train_seed", "steps", "training_clips", "anchors_per_clip", "step"), 1),
         "forward_equivalents": 1.0,
@@ -159,8 +166,8 @@ def test_an_infinity_is_refused_and_nan_becomes_missing(value):
         "learning_rate": value,
     }
     with pytest.raises(InputError, match=r"'learning_rate' is -?inf"):
-        to_table([row], records.TRAINING)
-    frame = typed_frame([row | {"learning_rate": float("nan")}], records.TRAINING)
+        to_table([row], TRAINING)
+    frame = typed_frame([row | {"learning_rate": float("nan")}], TRAINING)
     assert frame["learning_rate"].isna().all()
 
 
@@ -313,7 +320,7 @@ def test_versions_of_absent_packages_are_none():
 
 def test_every_key_column_is_required_in_every_schema():
     for schema in (GENERATIONS, CYCLES):
-        for column in records.ROW_KEY:
+        for column in ROW_KEY:
             assert not schema.arrow.field(column).nullable
     for schema in SCHEMAS.values():
         names = {"clip_id", "drafter_sha256", "benchmark", "method"} & set(schema.columns)
@@ -344,3 +351,39 @@ def test_hosts_that_share_a_folder_and_a_process_number_write_beside_each_other(
             tmp_path / "x", lambda draft: drafts.append(draft.name) or draft.write_text("1")
         )
     assert len(set(drafts)) == 2 and [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def own_names(module) -> set[str]:
+    """Names that a module binds itself at its top level."""
+    body = ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body
+    made = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assigned = [node for node in body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    names = [node for one in assigned for node in ast.walk(one) if isinstance(node, ast.Name)]
+    return made | {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def code_of(file: Path) -> str:
+    if file.suffix == ".py":
+        return file.read_text(encoding="utf-8")
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code")
+
+
+def test_names_of_schemas_and_strict_are_taken_from_there():
+    owners = {name: owner.__name__ for owner in (schemas, strict) for name in own_names(owner)}
+    assert {"BENCHMARKS", "COSTS", "Schema", "read_json", "Bounds"} <= set(owners)
+    places = (paths.PACKAGE, paths.ROOT / "tests", paths.NOTEBOOKS)
+    files = [
+        file for place in places for kind in ("py", "ipynb") for file in place.rglob(f"*.{kind}")
+    ]
+    taken = [
+        (file.name, node.module, alias.name)
+        for file in files
+        for node in ast.walk(ast.parse(code_of(file)))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vflash_analysis.")
+        for alias in node.names
+        if alias.name in owners
+    ]
+    assert len(taken) > 100
+    elsewhere = [one for one in taken if one[1] != owners[one[2]]]
+    assert set(elsewhere) <= {("cost.py", "vflash_analysis.records", "COSTS")}

@@ -19,9 +19,9 @@ from rich.live import Live
 from rich.panel import Panel
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.metrics import ROW_KEY
 from vflash_analysis.results.sources import Records
 from vflash_analysis.results.tidy import label
+from vflash_analysis.schemas import ROW_KEY
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import Any
 
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json, sha256_of_file, write_json_atomic
+from vflash_analysis.records import sha256_of_file, write_json_atomic
+from vflash_analysis.strict import read_json
 
 PACKAGE_NAME = "vflash_analysis"
 # Modules that decide where and when a stage runs, not what it computes.

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import BENCHMARKS, ROW_KEY
+from vflash_analysis.schemas import BENCHMARKS, ROW_KEY
 
 KIND_COLUMNS = ("target", "target_revision", "device", "dtype", "reader", "template_sha256")
 """Rows that differ in one of these are different experiments and are never pooled."""

@@ -27,7 +27,7 @@ from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import FolderLock
 from vflash_analysis.stages import STAGES, Shard
-from vflash_analysis.strict import convert
+from vflash_analysis.strict import convert, read_json
 
 STALE_VARIABLE = "VFLASH_KEEP_STALE"
 INJECTED = "# Parameters\n"  # how papermill begins the cell that holds what it was given
@@ -159,7 +159,7 @@ def _files_of(folder: Path) -> list[str]:
 
 def outputs_of(folder: Path) -> pd.DataFrame:
     """What a finished folder declares: file, rows (records only), bytes."""
-    declared = records.read_json(folder / records.DONE_NAME)["outputs"]
+    declared = read_json(folder / records.DONE_NAME)["outputs"]
     rows = [
         {"file": name, "rows": facts["rows"], "bytes": facts["bytes"]}
         for name, facts in declared.items()

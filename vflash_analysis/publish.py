@@ -21,7 +21,6 @@ import pandas as pd
 from vflash_analysis import paths, records, stages
 from vflash_analysis.config import TRACKED_PROFILE
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, TRAINING
 from vflash_analysis.results.claims import check_readme, write_claims
 from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
@@ -35,8 +34,10 @@ from vflash_analysis.results.sources import (
     that_decode,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
+from vflash_analysis.schemas import ANCHORS, TRAINING
 from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
+from vflash_analysis.strict import read_json
 
 SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 # Bulky columns that only single cycles are shown from: kept for the first clip of each benchmark.
@@ -202,7 +203,7 @@ def provenance(shards: Sequence[Shard], kept: Sequence[Shard]) -> pd.DataFrame:
     """
     rows = []
     for shard in shards:
-        manifest = records.read_json(shard.folder / records.MANIFEST_NAME)
+        manifest = read_json(shard.folder / records.MANIFEST_NAME)
         rows.append({"shard": shard.name} | {key: manifest[key] for key in PROVENANCE})
     path = paths.TRACKED_RECORDS / RUNS_NAME
     if path.is_file() and kept:

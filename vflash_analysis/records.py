@@ -26,32 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.schemas import (
-    ANCHORS,
-    BENCHMARKS,
-    COMPARISON_METHODS,
-    CONTINUATIONS,
-    COSTS,
-    CYCLES,
-    GENERATIONS,
-    KEY,
-    ROW_KEY,
-    SCHEMA_KEY,
-    SCHEMAS,
-    TRAINING,
-    VERSION_KEY,
-    Schema,
-)
+from vflash_analysis.schemas import COSTS as COSTS  # `decoding.cost` takes it from here
+from vflash_analysis.schemas import SCHEMA_KEY, VERSION_KEY, Schema
 from vflash_analysis.strict import read_json
-
-__all__ = [
-    "ANCHORS", "BENCHMARKS", "COMPARISON_METHODS", "CONTINUATIONS", "COSTS", "CYCLES",
-    "GENERATIONS", "KEY", "ROW_KEY", "SCHEMAS", "TRAINING", "Schema", "blank_row",
-    "empty_records", "git_state", "merge_parts", "package_versions", "part_path",
-    "read_json", "read_records", "read_records_csv", "replace_atomically", "sha256_of_file",
-    "to_table", "typed_frame", "why_not_done", "write_done", "write_json_atomic", "write_part",
-    "write_records", "write_records_csv", "write_text_atomic",
-]  # fmt: skip
 
 DONE_NAME = "DONE"
 MANIFEST_NAME = "manifest.json"

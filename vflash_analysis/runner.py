@@ -27,6 +27,7 @@ from vflash_analysis.execute import one_line
 from vflash_analysis.notebook import RUN_ID_VARIABLE, STALE_VARIABLE
 from vflash_analysis.progress import ProgressLine
 from vflash_analysis.stages import Shard, missing_inputs
+from vflash_analysis.strict import read_json
 from vflash_analysis.summary import Outcome, Summary
 
 EXECUTED_NOTEBOOK = "notebook.ipynb"
@@ -180,7 +181,7 @@ def lacking(shard: Shard) -> str:
     """What a finished shard did not give a result for, as "11 of 12 units"; empty if nothing."""
     if not shard.done:
         return ""
-    payload = records.read_json(shard.folder / records.DONE_NAME).get("payload") or {}
+    payload = read_json(shard.folder / records.DONE_NAME).get("payload") or {}
     planned, done = payload.get("planned", 1), payload.get("done", 1)
     return f"{done} of {planned} units" if done < planned else ""
 

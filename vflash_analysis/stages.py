@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from vflash_analysis import config, environment, identity, paths, records
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
-from vflash_analysis.strict import Bounds
+from vflash_analysis.strict import Bounds, read_json
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Shard:
         reason = records.why_not_done(self.folder, check_sha256=False)
         if reason:
             return reason
-        declared = records.read_json(self.folder / records.DONE_NAME)["outputs"]
+        declared = read_json(self.folder / records.DONE_NAME)["outputs"]
         missing = [name for name in self.outputs if name not in declared]
         if missing:
             return f"{paths.relative_to_root(self.folder)}: DONE does not declare {missing[0]}"
@@ -344,7 +344,7 @@ def _find_stale(folder: Path, parameters_id: str) -> str | None:
     found = []
     for done in folder.parent.glob(f"*/{records.DONE_NAME}"):
         try:
-            payload = records.read_json(done)["payload"]
+            payload = read_json(done)["payload"]
         except (InputError, KeyError):
             continue
         same = payload.get("parameters_id") == parameters_id

@@ -17,8 +17,8 @@ from vflash_analysis.decoding.timing import Timer
 from vflash_analysis.decoding.tree import is_chain, tree_depths
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.untrained import untrained_drafter, untrained_target
-from vflash_analysis.records import COSTS, read_records, read_records_csv, typed_frame
-from vflash_analysis.schemas import COPY, FORWARDS, HUGGING_FACE, NEW_CONTEXT, OURS
+from vflash_analysis.records import read_records, read_records_csv, typed_frame
+from vflash_analysis.schemas import COPY, COSTS, FORWARDS, HUGGING_FACE, NEW_CONTEXT, OURS
 from vflash_analysis.shapes import DrafterShape, TargetShape
 from vflash_analysis.sizes import Work
 

@@ -12,8 +12,9 @@ from vflash_analysis.decoding import language
 from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.language import Experiment
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import CONTINUATIONS, GENERATIONS, read_records
+from vflash_analysis.records import read_records
 from vflash_analysis.results.language import acceptance, gains
+from vflash_analysis.schemas import CONTINUATIONS, GENERATIONS
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import build
 from vflash_analysis.training.continuations import greedy_continuation, read_states, states_path

@@ -20,7 +20,8 @@ from vflash_analysis.decoding.lossless import (
     judge,
     logits_after,
 )
-from vflash_analysis.records import GENERATIONS, blank_row, to_table
+from vflash_analysis.records import blank_row, to_table
+from vflash_analysis.schemas import GENERATIONS
 
 
 def test_first_divergence_sees_a_shorter_text():

@@ -25,7 +25,8 @@ from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
 from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import CYCLES, GENERATIONS, part_path, read_records, sha256_of_file
+from vflash_analysis.records import part_path, read_records, sha256_of_file
+from vflash_analysis.schemas import CYCLES, GENERATIONS
 
 FRAMES = 2
 FACTS = ShardFacts(run_id="run", profile="smoke", sample_seed=0, num_frames=FRAMES)

@@ -9,8 +9,9 @@ import pytest
 
 from vflash_analysis.decoding import language
 from vflash_analysis.decoding.language import Experiment
-from vflash_analysis.records import GENERATIONS, read_records
+from vflash_analysis.records import read_records
 from vflash_analysis.results.language import gains
+from vflash_analysis.schemas import GENERATIONS
 from vflash_analysis.stats import Bootstrap
 
 EXPERIMENT = Experiment(

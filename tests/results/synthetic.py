@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from vflash_analysis.records import (
+from vflash_analysis.records import blank_row, typed_frame, write_records
+from vflash_analysis.results.sources import Records, records_from_frames
+from vflash_analysis.schemas import (
     ANCHORS,
     BENCHMARKS,
     COSTS,
@@ -21,11 +23,7 @@ from vflash_analysis.records import (
     ROW_KEY,
     SCHEMAS,
     TRAINING,
-    blank_row,
-    typed_frame,
-    write_records,
 )
-from vflash_analysis.results.sources import Records, records_from_frames
 
 DEVICE = "2 CPU cores"
 STRENGTH = {

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from tests.results.synthetic import DEVICE, cost_rows, decode_clip, records_of
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import COSTS, typed_frame, write_records_csv
+from vflash_analysis.records import typed_frame, write_records_csv
 from vflash_analysis.results.cost import cost_groups, cost_table, keyed, seconds_at
 from vflash_analysis.results.cost_figures import UNMEASURED, cost_figure, cycle_figure
 from vflash_analysis.results.cycle_time import PREDICTED, cycle_frame
@@ -26,6 +26,7 @@ from vflash_analysis.results.tidy import (
     STORED,
     parse_setting,
 )
+from vflash_analysis.schemas import COSTS
 
 
 @pytest.fixture(autouse=True)

@@ -4,9 +4,10 @@ import pandas as pd
 import pytest
 
 from tests.results.synthetic import drafter_columns
-from vflash_analysis.records import ANCHORS, typed_frame
+from vflash_analysis.records import typed_frame
 from vflash_analysis.results.difficulty import difficulty_gates
 from vflash_analysis.results.sources import records_from_frames
+from vflash_analysis.schemas import ANCHORS
 from vflash_analysis.stats import Bootstrap
 
 FEW = Bootstrap(n_samples=200)

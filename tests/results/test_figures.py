@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from tests.results.synthetic import training_rows
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import TRAINING, typed_frame
+from vflash_analysis.records import typed_frame
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.objectives import objectives_table
@@ -32,6 +32,7 @@ from vflash_analysis.results.style import (
 from vflash_analysis.results.tables import speedup_table
 from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, NAMES, read_tidy_csv
 from vflash_analysis.results.training_figures import objectives_figure, training_figure
+from vflash_analysis.schemas import TRAINING
 
 GROUPS = ["VDC", "Video-MME", "MVBench", "MLVU", "LVB", "macro average"]
 

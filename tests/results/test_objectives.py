@@ -8,7 +8,7 @@ import pytest
 
 from tests.results.synthetic import drafter_columns, generation_row, records_of, training_rows
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, TRAINING, typed_frame
+from vflash_analysis.records import typed_frame
 from vflash_analysis.results import objectives
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.objectives import anchors_with_arms, objectives_table
@@ -16,6 +16,7 @@ from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.tidy import ARM_ORDER, write_tidy_csv
 from vflash_analysis.results.training_figures import objectives_figure
 from vflash_analysis.results.write import markdown
+from vflash_analysis.schemas import ANCHORS, TRAINING
 from vflash_analysis.stats import Bootstrap
 
 FEW = Bootstrap(n_samples=50)

@@ -15,7 +15,7 @@ from tests.results.synthetic import (
     records_of,
 )
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, GENERATIONS, typed_frame, write_records
+from vflash_analysis.records import typed_frame, write_records
 from vflash_analysis.results import sources
 from vflash_analysis.results.sources import (
     arm_names,
@@ -27,6 +27,7 @@ from vflash_analysis.results.sources import (
     method_rows,
     records_from_frames,
 )
+from vflash_analysis.schemas import ANCHORS, GENERATIONS
 
 SETTINGS = {"arms": ("self_reveal",), "seeds": (1,), "budgets": (100,), "sizes": (100,)}
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.results.synthetic import decode_rows, generation_row, records_of
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import BENCHMARKS, CYCLES, blank_row
+from vflash_analysis.records import blank_row
 from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.tables import (
     accepted_length_table,
@@ -18,7 +18,7 @@ from vflash_analysis.results.tables import (
 )
 from vflash_analysis.results.tidy import COLUMNS
 from vflash_analysis.results.write import markdown, places
-from vflash_analysis.schemas import COMPILED
+from vflash_analysis.schemas import BENCHMARKS, COMPILED, CYCLES
 from vflash_analysis.stats import Bootstrap
 
 FEW = Bootstrap(n_samples=20)

@@ -8,7 +8,8 @@ from vflash_analysis import config, workers
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.prepare import open_reader
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import CONTINUATIONS, read_records
+from vflash_analysis.records import read_records
+from vflash_analysis.schemas import CONTINUATIONS
 from vflash_analysis.training import collect, pipeline
 from vflash_analysis.training.collect import collect_in_parallel
 from vflash_analysis.training.continuations import collect_continuations

@@ -17,7 +17,8 @@ from tests.tiny import tiny_drafter, tiny_frames, tiny_target
 from tests.training.toys import settings
 from vflash_analysis.clips.suites import Clip
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import CONTINUATIONS, read_records
+from vflash_analysis.records import read_records
+from vflash_analysis.schemas import CONTINUATIONS
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.continuations import (
     ContinuationSet,

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.training.test_loop import PIECES, TARGET, Killed, killed_after, new, run
 from tests.training.toys import ListSource, batch_of, random_source, settings
 from vflash_analysis.model.drafter import drafter_sha256, load_drafter
-from vflash_analysis.records import TRAINING, read_records
+from vflash_analysis.records import read_records
+from vflash_analysis.schemas import TRAINING
 from vflash_analysis.training import loop
 from vflash_analysis.training.objectives import compute_loss
 from vflash_analysis.training.step import TrainingStep, gradient_step

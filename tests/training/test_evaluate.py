@@ -14,7 +14,8 @@ from tests.tiny import tiny_drafter, tiny_target
 from tests.training.toys import ListSource, Oracle, oracle_source, random_source
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_cache
-from vflash_analysis.records import ANCHORS, read_records, write_records
+from vflash_analysis.records import read_records, write_records
+from vflash_analysis.schemas import ANCHORS
 from vflash_analysis.training.batches import make_batch
 from vflash_analysis.training.blocks import (
     block_hidden,

@@ -19,7 +19,8 @@ from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256, load_drafter
 from vflash_analysis.model.network import DrafterLayer
-from vflash_analysis.records import TRAINING, read_records
+from vflash_analysis.records import read_records
+from vflash_analysis.schemas import TRAINING
 from vflash_analysis.training import checkpoints, loop
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.checkpoints import latest_checkpoint

@@ -9,14 +9,8 @@ from vflash_analysis import config
 from vflash_analysis.clips.lists import Clip, write_clip_list
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
-from vflash_analysis.records import (
-    ANCHORS,
-    CONTINUATIONS,
-    TRAINING,
-    blank_row,
-    read_records,
-    write_records,
-)
+from vflash_analysis.records import blank_row, read_records, write_records
+from vflash_analysis.schemas import ANCHORS, CONTINUATIONS, TRAINING
 from vflash_analysis.training import pipeline
 
 FACTS = {

@@ -8,7 +8,7 @@ import torch
 from vflash_analysis.clips.wording import QUESTIONS
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import load_target
-from vflash_analysis.records import read_json
+from vflash_analysis.strict import read_json
 from vflash_analysis.training import pocket_target
 from vflash_analysis.training.gates import judge_texts
 

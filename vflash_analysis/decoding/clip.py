@@ -28,8 +28,8 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Prefill, Target
-from vflash_analysis.records import CYCLES, GENERATIONS, blank_row
-from vflash_analysis.schemas import COMPILED, VERIFY_ROWS
+from vflash_analysis.records import blank_row
+from vflash_analysis.schemas import COMPILED, CYCLES, GENERATIONS, VERIFY_ROWS
 
 WARMUP = -1  # `repeat` of a decode that only warms up
 

@@ -22,8 +22,8 @@ from vflash_analysis.decoding.timing import Timer
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import DTYPES
 from vflash_analysis.model.untrained import untrained_drafter, untrained_target
-from vflash_analysis.records import COSTS, blank_row
-from vflash_analysis.schemas import COPY
+from vflash_analysis.records import blank_row
+from vflash_analysis.schemas import COPY, COSTS
 from vflash_analysis.shapes import DrafterShape, TargetShape
 from vflash_analysis.training.progress import Progress
 

@@ -20,14 +20,8 @@ from vflash_analysis.decoding.lossless import NEAR_TIE, check_lossless
 from vflash_analysis.decoding.plan import Planned, of_clip, plan_methods
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
-from vflash_analysis.records import (
-    CYCLES,
-    GENERATIONS,
-    merge_parts,
-    part_path,
-    read_records,
-    write_part,
-)
+from vflash_analysis.records import merge_parts, part_path, read_records, write_part
+from vflash_analysis.schemas import CYCLES, GENERATIONS
 from vflash_analysis.training.progress import Progress
 
 

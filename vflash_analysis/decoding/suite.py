@@ -11,7 +11,8 @@ from vflash_analysis.clips.prepare import open_reader, suite_list
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
 from vflash_analysis.decoding.shard import decode_shard
-from vflash_analysis.records import GENERATIONS, read_records
+from vflash_analysis.records import read_records
+from vflash_analysis.schemas import GENERATIONS
 from vflash_analysis.training.pipeline import open_target
 
 

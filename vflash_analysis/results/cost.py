@@ -24,7 +24,7 @@ import pandas as pd
 from vflash_analysis import metrics, paths, shapes, sizes
 from vflash_analysis.config import CostSettings, DrafterSettings
 from vflash_analysis.metrics import grouped, ratio, value_of
-from vflash_analysis.records import COSTS, read_records_csv
+from vflash_analysis.records import read_records_csv
 from vflash_analysis.results import published
 from vflash_analysis.results.objectives import FLOW_ARM
 from vflash_analysis.results.sources import (
@@ -56,6 +56,7 @@ from vflash_analysis.results.write import (
 from vflash_analysis.schemas import (
     BLOCK_SIZE,
     COPY,
+    COSTS,
     FORWARDS,
     HUGGING_FACE,
     NEW_CONTEXT,

@@ -18,9 +18,9 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import ratio, value_of
-from vflash_analysis.records import CONTINUATIONS, CYCLES, GENERATIONS, read_records
+from vflash_analysis.records import read_records
 from vflash_analysis.results.objectives import side_by_side
-from vflash_analysis.schemas import BLOCK_SIZE, VFLASH_METHODS
+from vflash_analysis.schemas import BLOCK_SIZE, CONTINUATIONS, CYCLES, GENERATIONS, VFLASH_METHODS
 from vflash_analysis.stats import Bootstrap, Interval
 
 BIGRAM_DRAFTS = BLOCK_SIZE - 1  # as many as a block drafts

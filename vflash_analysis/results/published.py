@@ -15,7 +15,6 @@ import pandas as pd
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.paths import DATA
-from vflash_analysis.records import BENCHMARKS
 from vflash_analysis.results.tidy import (
     COMPARABLE,
     NOT_COMPARABLE,
@@ -23,7 +22,7 @@ from vflash_analysis.results.tidy import (
     Origin,
     setting_text,
 )
-from vflash_analysis.schemas import PAPER_TARGET
+from vflash_analysis.schemas import BENCHMARKS, PAPER_TARGET
 from vflash_analysis.stats import Interval
 
 PUBLISHED = DATA / "published"

@@ -25,21 +25,19 @@ from vflash_analysis.metrics import (
     usable_cycles,
 )
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
-from vflash_analysis.records import (
+from vflash_analysis.records import DONE_NAME, MANIFEST_NAME, empty_records, read_records
+from vflash_analysis.results.tidy import MEASURED, STORED, Origin
+from vflash_analysis.schemas import (
     ANCHORS,
+    COMPARISON_METHODS,
+    COMPILED,
     COSTS,
     CYCLES,
-    DONE_NAME,
     GENERATIONS,
-    MANIFEST_NAME,
     TRAINING,
     Schema,
-    empty_records,
-    read_json,
-    read_records,
 )
-from vflash_analysis.results.tidy import MEASURED, STORED, Origin
-from vflash_analysis.schemas import COMPARISON_METHODS, COMPILED
+from vflash_analysis.strict import read_json
 
 TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS)
 

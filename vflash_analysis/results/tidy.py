@@ -18,7 +18,8 @@ import pandas as pd
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.metrics import refuse_infinite
-from vflash_analysis.records import BENCHMARKS, write_text_atomic
+from vflash_analysis.records import write_text_atomic
+from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import Interval
 
 KEYS = ("item", "benchmark", "method", "objective", "setting", "quantity")

@@ -19,7 +19,8 @@ from typing import Any
 from vflash_analysis.config import TrainSettings, result_settings
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import NOT_IDENTITY
-from vflash_analysis.records import read_json, write_json_atomic
+from vflash_analysis.records import write_json_atomic
+from vflash_analysis.strict import read_json
 
 _STATE = "state.json"
 _PREFIX = "step_"

@@ -32,7 +32,6 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import (
-    CONTINUATIONS,
     blank_row,
     merge_parts,
     part_path,
@@ -40,7 +39,7 @@ from vflash_analysis.records import (
     replace_atomically,
     write_part,
 )
-from vflash_analysis.schemas import VERIFY_ROWS
+from vflash_analysis.schemas import CONTINUATIONS, VERIFY_ROWS
 from vflash_analysis.training.batches import Continuation
 from vflash_analysis.training.progress import Progress
 from vflash_analysis.training.read_ahead import ReadAhead

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import ANCHORS, blank_row
+from vflash_analysis.records import blank_row
+from vflash_analysis.schemas import ANCHORS
 from vflash_analysis.training.batches import (
     Continuation,
     FlowBatch,

@@ -29,7 +29,9 @@ from vflash_analysis.config import TrainSettings, result_settings
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
-from vflash_analysis.records import TRAINING, blank_row, read_json, write_json_atomic, write_records
+from vflash_analysis.records import blank_row, write_json_atomic, write_records
+from vflash_analysis.schemas import TRAINING
+from vflash_analysis.strict import read_json
 from vflash_analysis.training.batches import (
     FlowBatch,
     step_visits,

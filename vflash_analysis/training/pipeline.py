@@ -32,7 +32,8 @@ from vflash_analysis.model.drafter import (
 )
 from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, load_target
-from vflash_analysis.records import ANCHORS, CONTINUATIONS, TRAINING, read_records, write_records
+from vflash_analysis.records import read_records, write_records
+from vflash_analysis.schemas import ANCHORS, CONTINUATIONS, TRAINING
 from vflash_analysis.training import pocket_target
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.collect import collect_in_parallel

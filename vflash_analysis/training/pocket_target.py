@@ -33,7 +33,8 @@ from transformers import (
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.wording import answer, question
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import read_json, replace_atomically, write_json_atomic
+from vflash_analysis.records import replace_atomically, write_json_atomic
+from vflash_analysis.strict import read_json
 from vflash_analysis.workers import worker_pool
 
 NUM_FRAMES = 9

@@ -16,7 +16,7 @@ from vflash_analysis.decoding.methods import ar, block, lookup
 from vflash_analysis.decoding.methods.base import Entry, Method, Prompt, Proposal
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
-from vflash_analysis.records import read_json
+from vflash_analysis.strict import read_json
 
 __all__ = [
     "METHODS", "Entry", "Method", "Prompt", "Proposal", "build_method", "drafter_type", "parse_method",
