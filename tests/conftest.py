@@ -7,6 +7,8 @@ import signal
 import pytest
 from hypothesis import settings
 
+from vflash_analysis import paths
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,3 +34,10 @@ def pytest_collection_modifyitems(config, items):
         skip = pytest.mark.skip(reason="no CUDA device here; runs where torch.cuda.is_available()")
         for item in marked:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """The folder of runs, in the test's own folder."""
+    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"

@@ -26,12 +26,6 @@ from vflash_analysis.stats import Bootstrap
 from vflash_analysis.summary import Outcome
 
 
-@pytest.fixture
-def runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "RUNS", tmp_path / "runs")
-    return tmp_path / "runs"
-
-
 def call(*words):
     """(exit code, output); an InputError stays an exception."""
     result = CliRunner().invoke(cli.app, list(words), catch_exceptions=True)

@@ -170,32 +170,6 @@ def test_whole_numbers_serve_as_numbers_and_lists_become_tuples():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("training.steps=300", ("training.steps", 300)),
-        ("training.learning_rate=1e-3", ("training.learning_rate", 0.001)),
-        ("clips.benchmarks=[VDC, MLVU]", ("clips.benchmarks", ["VDC", "MLVU"])),
-        ('clips.benchmarks=["VDC"]', ("clips.benchmarks", ["VDC"])),
-        ("target.device=cuda", ("target.device", "cuda")),
-        ("target.source=a=b", ("target.source", "a=b")),
-        ("drafter.source=null", ("drafter.source", None)),
-        ("drafter.source=", ("drafter.source", "")),
-        ("target.compile=true", ("target.compile", True)),
-    ],
-)
-def test_parse_override(text, expected):
-    assert strict.parse_override(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text", ["training.steps", "=3", " =3", "a=[1", "a=[2026-13-45]", "a=" + 3000 * "["]
-)
-def test_parse_override_refuses(text):
-    with pytest.raises(InputError):
-        strict.parse_override(text)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
         ("training.gamma", 10**400, "a finite number"),
@@ -223,24 +197,6 @@ def test_any_json_value_survives_the_command_line_or_is_refused_with_one_line(va
         assert str(refusal).startswith("drafter.block_size: found ")
     else:
         assert profile.drafter.block_size == value and type(value) is int and 2 <= value <= 16
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\na: 2\n", "key 'a' is given twice"),
-        ("- 1\n", "found list [1], allowed: a mapping"),
-        ("a: [1\n", "not readable as YAML"),
-        ("", "found null, allowed: a mapping"),
-    ],
-)
-def test_read_yaml_refuses(tmp_path, text, message):
-    (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(InputError) as refusal:
-        strict.read_yaml(tmp_path / "x.yaml")
-    assert message in str(refusal.value) and "x.yaml" in str(refusal.value)
-    with pytest.raises(InputError, match="no such file"):
-        strict.read_yaml(tmp_path / "y.yaml")
 
 
 def test_arms_share_everything_but_what_they_change():

@@ -286,29 +286,6 @@ def test_json_is_sorted_and_refuses_nan(tmp_path):
     assert read_json(path) == {"b": 1, "a": [1.5, None]}
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b'{"a":\n 1,\n}', r"bad\.json, line 3: not readable as JSON"),
-        (b'["\\ud800"]', r"bad\.json: not readable as JSON .*surrogates"),
-        (b"[" * 100_000, r"bad\.json: not readable as JSON .*recursion"),
-        (b"9" * 5000, r"bad\.json: not readable as JSON .*digits"),
-        (b'["ok",\n"\xe9"]', r"bad\.json, line 2: found byte 0xe9, allowed: UTF-8"),
-        (None, r"bad\.json: cannot be read"),
-    ],
-)
-def test_what_is_no_json_is_one_line_that_names_the_file(tmp_path, content, said):
-    path = tmp_path / "bad.json"
-    path.mkdir() if content is None else path.write_bytes(content)
-    with pytest.raises(InputError, match=said) as caught:
-        read_json(path)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(InputError, match=r"no\.json: no such file"):
-        read_json(tmp_path / "no.json")
-    with pytest.raises(InputError, match="without NUL"):
-        read_json(tmp_path / "a\0")
-
-
 def test_git_state_outside_a_checkout_is_unknown(tmp_path):
     assert records.git_state(tmp_path) == {"git_commit": None, "git_dirty": None}
 

@@ -1,0 +1,195 @@
+"""The plan: which shards there are, what each hangs on, and when one counts as done."""
+
+import json
+import shutil
+
+import pandas as pd
+
+from tests.planted import finish, shard_at
+from vflash_analysis import config, identity, paths, stages
+
+
+def ids(shards):
+    return {shard.name: shard.run_id for shard in shards}
+
+
+def test_every_shard_comes_after_what_it_needs(runs):
+    for profile, ablation in (("smoke", False), ("smoke", True), ("pocket", True)):
+        shards = stages.plan(profile, ablation=ablation)
+        seen: set[str] = set()
+        for shard in shards:
+            assert set(shard.dependencies) <= seen and shard.name not in seen
+            assert shard.folder == runs / profile / shard.stage / shard.run_id
+            assert shard.notebook.is_file()
+            seen.add(shard.name)
+        assert {shard.stage for shard in shards} == set(stages.STAGES)
+
+
+def test_shards_of_the_pocket_profile(runs):
+    profile = config.load_profile("pocket")
+    steps, seeds = profile.training.steps, profile.train_seeds
+    clips = profile.training.training_clips
+    shards = stages.plan("pocket")
+    count = pd.Series([shard.stage for shard in shards]).value_counts()
+    assert count["decode"] == 5 * len(profile.clips.sample_seeds)
+    assert count["drafter"] == len(seeds) * len(profile.objectives)
+    decode = next(shard for shard in shards if shard.name == "decode-MLVU-1")
+    assert [name for name in decode.dependencies if name.startswith("drafter")] == [
+        f"drafter-{arm}-{seed}-{steps}-{clips}" for seed in seeds for arm in profile.objectives
+    ]
+    more = stages.plan("pocket", ablation=True)
+    main = {(arm, seed, steps, clips) for arm in profile.objectives for seed in seeds}
+    swept = {
+        (arm, seed, budget, size)
+        for group in profile.ablation
+        for arm in group.arms
+        for seed in group.train_seeds
+        for budget in group.budgets
+        for size in group.training_clips
+    }
+    assert sum(shard.stage == "drafter" for shard in more) == len(main | swept)
+    acceptance = next(shard for shard in more if shard.stage == "acceptance")
+    assert sum(name.startswith("drafter") for name in acceptance.dependencies) == len(main)
+
+
+def test_every_training_seed_decodes_every_clip(runs):
+    """Resampling over training seeds needs each of them on the same videos."""
+    shards = stages.plan("smoke", {"train_seeds": [0, 1], "clips.sample_seeds": [0, 1]})
+    arms = config.load_profile("smoke").objectives
+    for shard in (s for s in shards if s.stage == "decode"):
+        drafters = {name for name in shard.dependencies if name.startswith("drafter")}
+        assert drafters == {f"drafter-{arm}-{seed}-4-4" for arm in arms for seed in (0, 1)}
+
+
+def test_an_arm_defined_anew_is_another_run(runs, monkeypatch):
+    before = ids(stages.plan("smoke"))
+    changed = {**config.ARMS, "mask_only": {"objective": "mask_only", "lambda_flow": 0.5}}
+    monkeypatch.setattr(config, "ARMS", changed)
+    after = ids(stages.plan("smoke"))
+    drafters = {
+        name for name in before if name.startswith("drafter") and before[name] != after[name]
+    }
+    assert drafters == {"drafter-mask_only-0-4-4"}
+    assert before["decode-VDC-0"] != after["decode-VDC-0"]
+
+
+def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
+    before = ids(stages.plan("smoke"))
+    after = ids(stages.plan("smoke", {"decode.tree_nodes": 30}))
+    changed = {name.split("-")[0] for name in before if before[name] != after[name]}
+    later = {"speedup", "acceptance", "ablations", "beside_paper"}
+    assert changed == {"decode", "cost", *later}
+    after = ids(stages.plan("smoke", {"training.learning_rate": 0.5}))
+    assert before["continuations"] == after["continuations"]
+    assert before["drafter-self_reveal-0-4-4"] != after["drafter-self_reveal-0-4-4"]
+    after = ids(stages.plan("smoke", {"bootstrap_samples": 7}))
+    assert before["decode-VDC-0"] == after["decode-VDC-0"] and before["speedup"] != after["speedup"]
+    after = ids(stages.plan("smoke", {"decode.max_new_tokens": 7}))
+    assert before["target"] == after["target"] and before["decode-VDC-0"] != after["decode-VDC-0"]
+
+
+def test_all_clips_decodes_more_and_trains_nothing_again(runs):
+    few, all_ = stages.plan("pocket"), stages.plan("pocket", all_clips=True)
+    same = {"environment", "clips", "target", "continuations", "drafter", "cost"}
+    for one, other in zip(few, all_, strict=True):
+        assert (one.run_id == other.run_id) == (one.stage in same), one.name
+    decode = next(shard for shard in all_ if shard.stage == "decode")
+    most = config.load_profile("pocket").clips.clips_per_suite_all
+    assert decode.parameters["overrides"] == {"clips.clips_per_suite": most}
+
+
+def test_machine_paths_never_enter_a_run_id(runs, tmp_path, monkeypatch):
+    told = []
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "config.json").write_text("{}")
+        (tmp_path / place / "training.jsonl").write_text("{}")
+        monkeypatch.setenv("VFLASH_TARGET", str(tmp_path / place))
+        monkeypatch.setenv("VFLASH_DATA", str(tmp_path / place))
+        told.append(ids(stages.plan("h100")))
+    assert told[0] == told[1]
+    (tmp_path / "two" / "config.json").write_text('{"other": "weights"}')
+    assert ids(stages.plan("h100"))["target"] != told[0]["target"]
+
+
+def test_clips_hang_on_the_description_of_their_corpus_and_on_a_list_of_ones_own(
+    runs, tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
+    monkeypatch.delenv("VFLASH_DATA", raising=False)  # a plan needs no videos
+    inputs = next(s for s in stages.plan("h100") if s.stage == "clips").inputs
+    assert identity.ABSENT not in inputs.values()
+    before = next(s for s in stages.plan("h100") if s.stage == "clips").run_id
+    described = tmp_path / "data"
+    for folder in ("suites", "training"):
+        shutil.copytree(paths.DATA / folder, described / folder)
+    monkeypatch.setattr(paths, "DATA", described)
+    for name, changed, same in (
+        ("suites/VDC.yaml", ("title: VideoDetailCaption", "title: other words"), True),
+        ("suites/MLVU.yaml", ("download_bytes: 285_064_098_709", "download_bytes: 1"), True),
+        ("suites/VDC.yaml", ("prompt: question", "prompt: description"), False),
+    ):
+        file = described / name
+        assert changed[0] in file.read_text()
+        file.write_text(file.read_text().replace(*changed))
+        clips = next(s for s in stages.plan("h100") if s.stage == "clips")
+        assert (clips.run_id == before) == same, changed
+    corpus = described / "training" / "LLaVA-Video-178K.yaml"
+    other = next(s for s in stages.plan("h100") if s.stage == "clips").run_id
+    corpus.write_text(corpus.read_text().replace("split: caption", "split: other"))
+    assert next(s for s in stages.plan("h100") if s.stage == "clips").run_id != other
+    monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
+    shards = stages.plan("h100", {"clips.training_list": "mine.jsonl"})
+    told = f"clips: clips.training_list: found nothing at {tmp_path / 'mine.jsonl'}"
+    assert told in stages.missing_inputs(shards)
+
+
+def test_the_plan_is_json(runs):
+    rows = [shard.as_json() for shard in stages.plan("smoke")]
+    assert json.loads(json.dumps(rows)) == rows
+    assert all(output.startswith(row["folder"]) for row in rows for output in row["outputs"])
+
+
+def test_stale_results_are_reused_only_when_asked_and_marked(runs, monkeypatch):
+    old = next(s for s in stages.plan("smoke") if s.stage == "clips")
+    finish(old.folder, old.outputs, parameters_id=old.parameters_id)
+    really = identity.code_digest
+    monkeypatch.setattr(identity, "code_digest", lambda notebook: "changed" + really(notebook))
+    fresh = next(s for s in stages.plan("smoke") if s.stage == "clips")
+    assert fresh.run_id != old.run_id and not fresh.done and not fresh.stale
+    kept = stages.plan("smoke", keep_stale=True)
+    clips, target = kept[1], kept[2]
+    assert (clips.run_id, clips.stale, clips.done) == (old.run_id, True, True)
+    assert target.inputs["clips"] == old.run_id
+    other = stages.plan("smoke", {"clips.num_frames": 5}, keep_stale=True)[1]
+    assert not other.stale  # other parameters are never reused
+
+
+def test_stale_results_of_other_parameters_upstream_are_not_reused(runs, monkeypatch):
+    first = next(s for s in stages.plan("smoke") if s.stage == "speedup")
+    finish(first.folder, first.outputs, parameters_id=first.parameters_id)
+
+    def speedup(**overrides):
+        shards = stages.plan("smoke", overrides, keep_stale=True)
+        return next(s for s in shards if s.stage == "speedup")
+
+    really = identity.code_digest
+    monkeypatch.setattr(identity, "code_digest", lambda notebook: "changed" + really(notebook))
+    assert speedup().stale  # only code has changed
+    assert not speedup(**{"decode.tree_nodes": 30}).stale  # decoded otherwise
+    assert not speedup(**{"training.learning_rate": 0.5}).stale  # two stages up
+
+
+def test_done_must_declare_every_output(tmp_path):
+    finish(tmp_path, ["other.csv"])
+    shard = shard_at(tmp_path)
+    assert "does not declare table.csv" in shard.why_not_done()
+    finish(tmp_path, ["table.csv"])
+    assert shard.done
+    (tmp_path / "table.csv").write_text(
+        "value\n1\n2\n"
+    )  # rows that were not there when it was done
+    assert "9 bytes" not in shard.why_not_done() and "bytes" in shard.why_not_done()
+    (tmp_path / "table.csv").unlink()
+    assert "missing" in shard.why_not_done()
