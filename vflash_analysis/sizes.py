@@ -36,7 +36,7 @@ def drafter_kv_bytes(drafter: DrafterShape, rows: int, itemsize: int) -> int:
 
 
 def optimizer_bytes(drafter: DrafterShape) -> int:
-    """Bytes beside the masters of a drafter in training: gradient and AdamW's two averages, fp32."""
+    """Bytes beside a drafter's masters in training: gradient and AdamW's two averages, fp32."""
     return 3 * 4 * drafter.parameters
 
 
@@ -46,7 +46,8 @@ def saved_bytes(drafter: DrafterShape, rows: int, blocks: int, passes: int, keep
     Of the context: the states, the projected rows in fp32 and rounded, and each layer's keys and
     values, before and after norm and rotation. Of the blocks: every layer's input; and if all
     activations are kept (`keep`, no activation checkpointing) also those inside the layers and
-    their weights, rounded anew in each pass. The logits of the loss come on top. `tests/model/test_paper_size.py` counts them exactly.
+    their weights, rounded anew in each pass. The logits of the loss come on top.
+    `tests/model/test_paper_size.py` counts them exactly.
 
     Args:
         rows: context positions.
@@ -94,8 +95,8 @@ def prefill_bytes(shape: TargetShape, rows: int, itemsize: int, mlp_rows: int | 
 
     The more of two places in a decoder layer. Around its MLP: embedded inputs, the layer's input,
     the residual and its norm; inside it gate, up and their product, of `mlp_rows` rows at a time
-    (None: `LONG_PROMPT`), beside the outputs of earlier ones. In its attention: those four, queries before and after
-    rotation and the output, keys and values.
+    (None: `LONG_PROMPT`), beside the outputs of earlier ones. In its attention: those four, queries
+    before and after rotation and the output, keys and values.
     """
     hidden, keys = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
     at_once = LONG_PROMPT if mlp_rows is None else mlp_rows
@@ -108,9 +109,9 @@ def measuring_bytes(drafter: DrafterShape, context: int, verify_rows: int, items
     """Bytes that measuring a decoder's forwards takes (`decoding/cost.py`), vision left out.
 
     Weights of decoder, embedding and drafter; the target's cache twice, ours and Hugging Face's;
-    tapped states, and the drafter's cache for chain and tree. On top the larger of what a projection
-    of the prompt holds (three times its states, keys and values of all layers before they are
-    stored) and what Hugging Face's verify does (one layer's keys and values grown by
+    tapped states, and the drafter's cache for chain and tree. On top the larger of what a
+    projection of the prompt holds (three times its states, keys and values of all layers before
+    they are stored) and what Hugging Face's verify does (one layer's keys and values grown by
     concatenation, and repeated for every query head, beside a mask).
     """
     target = drafter.target
@@ -187,7 +188,7 @@ def vision_work(shape: TargetShape, frames: int, itemsize: int) -> Work:
 
 
 def draft_work(drafter: DrafterShape, context: int, new_context: int, itemsize: int) -> Work:
-    """One drafter forward over a block, new context rows projected along, with the target's head."""
+    """One drafter forward over a block, with new context rows and the target's head."""
     target = drafter.target
     layers = drafter.num_layers * drafter.layer_parameters
     pairs = drafter.block_size * (context + drafter.block_size)

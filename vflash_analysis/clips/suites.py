@@ -2,9 +2,8 @@
 
 A suite is one YAML file in `data/suites/` (hub id, revision, licence, layout, prompt rule) and one
 function that reads its metadata; a training corpus is the same in `data/training/`. Videos are
-never downloaded: `VFLASH_DATA` names a folder
-that holds the datasets as the hub lays them out, `<VFLASH_DATA>/<org>/<name>` or
-`<VFLASH_DATA>/<name>`.
+never downloaded: `VFLASH_DATA` names a folder that holds the datasets as the hub lays them out,
+`<VFLASH_DATA>/<org>/<name>` or `<VFLASH_DATA>/<name>`.
 
     suite = load_suite(DATA / "suites" / "VDC.yaml")
     clips = suite_clips(suite, config.data_folder(), sample_seed=0, n_clips=50)

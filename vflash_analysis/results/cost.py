@@ -284,9 +284,10 @@ def cost_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
     told = f"{lengths}, {first.of}" if lengths else "none"
     caption = (
         "A target of each shape with random weights, cache and states, nothing compiled whatever "
-        "`target.compile` says; median time of a forward, with [quartiles] and n timed runs in the CSV. Modelled: at best, by a roofline of an "
-        "H100's printed rates; nothing was run. The page's row is its AR time per token on four "
-        "demo clips. Limit: bytes a forward must read over copy bandwidth; caches can beat it. "
+        "`target.compile` says; median time of a forward, with [quartiles] and n timed runs in the "
+        "CSV. Modelled: at best, by a roofline of an H100's printed rates; nothing was run. The "
+        "page's row is its AR time per token on four demo clips. Limit: bytes a forward must read "
+        "over copy bandwidth; caches can beat it. "
         f"Speed-up: accepted length × AR / (draft + verify), at the decoded length ({told}), an "
         f"assumption for any other target. {where}"
     )
