@@ -152,6 +152,15 @@ def test_doctor_says_what_is_missing(runs, monkeypatch, tmp_path):
     assert target["note"].startswith(f"{tmp_path / 'config.json'}, line 1: not readable as JSON")
     (disk,) = (row for row in machine if row["item"] == "free disk")
     assert disk["wanted"] == "unknown" and not disk["ok"]
+    monkeypatch.delenv("VFLASH_TARGET")
+    monkeypatch.setattr(paths, "ROOT", tmp_path)
+    for name in ("requirements.lock", "data"):
+        (tmp_path / name).symlink_to(paths.PACKAGE.parent / name)
+    (tmp_path / "local.yaml").write_text("targt: x\n")
+    code, output = call("doctor", "--profile", "h100", "--json")
+    items = {row["item"]: row for row in last_json(output)["items"]}
+    assert code == 1 and items["free disk"]["wanted"] == "unknown"
+    assert items["target"]["note"].startswith("local.yaml: targt: unknown setting")
 
 
 def test_doctor_asks_no_disk_for_what_is_done(runs, monkeypatch):

@@ -176,7 +176,10 @@ def doctor(
         _doctor_data(settings, as_json)
     from vflash_analysis.environment import environment_table
 
-    needed = estimate.disk_bytes(settings, stages.plan(profile, _overrides(set_)))
+    try:
+        needed = estimate.disk_bytes(settings, stages.plan(profile, _overrides(set_)))
+    except InputError:  # told by the rows of what cannot be read
+        needed = None
     rows: list[dict[Any, Any]] = [*environment_table(settings, needed).to_dict("records")]
     rows += runner.ask_preflight(profile, _overrides(set_))
     for row in rows:

@@ -140,12 +140,14 @@ def free_disk_bytes(folder: Path) -> int:
 
 def _disk_row(disk_bytes: float | None) -> dict[str, Any]:
     """The row of the free disk; not ok where it is unknown what is needed."""
-    free_gb, needed_gb = free_disk_bytes(paths.RUNS) / 1e9, LEAST_DISK_GB + (disk_bytes or 0) / 1e9
-    fits = free_gb >= needed_gb
-    wanted, note = f"{needed_gb:.1f} GB or more", "" if fits else ELSEWHERE
+    free_gb = free_disk_bytes(paths.RUNS) / 1e9
+    found = f"{free_gb:.1f} GB"
     if disk_bytes is None:
-        fits, wanted, note = False, "unknown", "the target's config.json cannot be read"
-    return row("free disk", f"{free_gb:.1f} GB", wanted, fits, note)
+        return row("free disk", found, "unknown", False, "what the run reads cannot be read whole")
+    needed_gb = LEAST_DISK_GB + disk_bytes / 1e9
+    fits = free_gb >= needed_gb
+    note = "" if fits else ELSEWHERE
+    return row("free disk", found, f"{needed_gb:.1f} GB or more", fits, note)
 
 
 def _place_rows(profile: Profile, disk_bytes: float | None) -> list[dict[str, Any]]:
