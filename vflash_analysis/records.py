@@ -26,7 +26,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.schemas import COSTS as COSTS  # `decoding.cost` takes it from here
 from vflash_analysis.schemas import SCHEMA_KEY, VERSION_KEY, Schema
 from vflash_analysis.strict import read_json
 

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import os
 import shlex
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from vflash_analysis.clips.overlap import Evaluated
 from vflash_analysis.clips.read import file_fault
 from vflash_analysis.clips.suites import DatasetNotThere, find_dataset, load_suite, suite_videos
 from vflash_analysis.config import ClipSettings
+from vflash_analysis.environment import free_disk_bytes
 from vflash_analysis.errors import InputError
 from vflash_analysis.hub import ABBREVIATION, folder_commits, is_commit
 
@@ -273,14 +273,6 @@ def refusals(settings: ClipSettings) -> list[str]:
     return [fault for holding in take_stock(settings, root) for fault in holding.faults]
 
 
-def free_gb(data_root: Path | None) -> float:
-    """Free disk, 1e9 bytes, where the data would go: at the folder or the nearest one above it."""
-    place = Path(os.path.realpath(data_root or paths.ROOT))
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free / 1e9
-
-
 def as_row(holding: Holding, data_root: Path | None) -> dict[str, Any]:
     """A holding as JSON types, with the commands for what is missing."""
     card = holding.card
@@ -309,7 +301,8 @@ def disk_line(holdings: Sequence[Holding], data_root: Path | None) -> str:
     unknown = [card.name for card in lacking if card.download_bytes is None]
     more = f", and {', '.join(unknown)} of unknown size" if unknown else ""
     twice = "; packed ones need as much again while they are unpacked" if known else ""
-    return f"to download {known:.0f} GB{more}{twice}; free {free_gb(data_root):.0f} GB"
+    free = free_disk_bytes(Path(os.path.realpath(data_root or paths.ROOT))) / 1e9
+    return f"to download {known:.0f} GB{more}{twice}; free {free:.0f} GB"
 
 
 def shown(holding: Holding, row: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,13 @@ from vflash_analysis.decoding.measure import Row, Subject, check_device, measure
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import DTYPES
 from vflash_analysis.records import (
-    COSTS,
     git_state,
     typed_frame,
     write_json_atomic,
     write_records,
     write_records_csv,
 )
-from vflash_analysis.schemas import TREE_NODES
+from vflash_analysis.schemas import COSTS, TREE_NODES
 from vflash_analysis.shapes import TargetShape
 from vflash_analysis.training.pipeline import weights_folder
 
