@@ -273,6 +273,11 @@ def refusals(settings: ClipSettings) -> list[str]:
     return [fault for holding in take_stock(settings, root) for fault in holding.faults]
 
 
+def free_gb(data_root: Path | None) -> float:
+    """Free disk, 1e9 bytes, where the data would go."""
+    return free_disk_bytes(Path(os.path.realpath(data_root or paths.ROOT))) / 1e9
+
+
 def as_row(holding: Holding, data_root: Path | None) -> dict[str, Any]:
     """A holding as JSON types, with the commands for what is missing."""
     card = holding.card
@@ -301,8 +306,7 @@ def disk_line(holdings: Sequence[Holding], data_root: Path | None) -> str:
     unknown = [card.name for card in lacking if card.download_bytes is None]
     more = f", and {', '.join(unknown)} of unknown size" if unknown else ""
     twice = "; packed ones need as much again while they are unpacked" if known else ""
-    free = free_disk_bytes(Path(os.path.realpath(data_root or paths.ROOT))) / 1e9
-    return f"to download {known:.0f} GB{more}{twice}; free {free:.0f} GB"
+    return f"to download {known:.0f} GB{more}{twice}; free {free_gb(data_root):.0f} GB"
 
 
 def shown(holding: Holding, row: Mapping[str, Any]) -> dict[str, Any]:
