@@ -25,14 +25,13 @@ from tests.tiny import (
 from vflash_analysis.errors import InputError
 from vflash_analysis.model import source as model_source
 from vflash_analysis.model.inputs import parse_frame_preprocessing, read_chat_template
+from vflash_analysis.model.known import check_known, known_shape
 from vflash_analysis.model.source import (
     check_full_attention,
-    check_known,
     check_weights,
     folder_name,
     folder_revision,
     folder_sha256,
-    known_shape,
     text_config_sha256,
 )
 from vflash_analysis.model.target import Target, load_target, outline_target, read_files
@@ -443,9 +442,9 @@ def test_a_folder_of_several_commits_is_of_none(tmp_path):
         folder_revision(folder, ONE)
 
 
-def seven_b_config(**text_changes):
+def seven_b_config(vision_changes=(), whole_changes=(), **text_changes):
     text = {
-        "vocab_size": 152000,
+        "vocab_size": 152128,
         "hidden_size": 3584,
         "intermediate_size": 18944,
         "num_hidden_layers": 28,
@@ -454,12 +453,18 @@ def seven_b_config(**text_changes):
         "max_position_embeddings": 32768,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
-    vision = SiglipVisionConfig(
-        hidden_size=1152, image_size=384, patch_size=14, num_hidden_layers=26
-    )
+    vision = {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "image_size": 384,
+        "patch_size": 14,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 16,
+    }
     return LlavaOnevisionConfig(
         text_config=Qwen2Config(**{**text, **text_changes}).to_dict(),
-        vision_config=vision.to_dict(),
+        vision_config=SiglipVisionConfig(**{**vision, **dict(vision_changes)}).to_dict(),
+        **dict(whole_changes),
     )
 
 
@@ -476,12 +481,16 @@ def test_the_facts_of_the_papers_target():
     assert known_shape(tiny_config(), "llava-onevision-qwen2-0.5b-ov-hf") == LLAVA_ONEVISION_05B
 
 
-def test_older_spelling_of_the_rotary_base(tmp_path):
+def test_older_spelling_of_the_rotary_base_and_its_scaling(tmp_path):
     content = seven_b_config().to_dict()
     content["text_config"].pop("rope_parameters")
     content["text_config"]["rope_theta"] = 1e6
     (tmp_path / "config.json").write_text(json.dumps(content))
     check_7b(AutoConfig.from_pretrained(tmp_path))
+    content["text_config"]["rope_scaling"] = {"type": "linear", "factor": 4.0}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"text_config\.rope_type: found linear, allowed: default"):
+        check_7b(AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -495,6 +504,39 @@ def test_older_spelling_of_the_rotary_base(tmp_path):
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
             r"text_config\.rope_theta: found 10000\.0, allowed: 1000000\.0",
         ),
+        ({"vocab_size": 152064}, r"text_config\.vocab_size: found 152064, allowed: 152128"),
+        ({"hidden_act": "gelu"}, r"text_config\.hidden_act: found gelu, allowed: silu"),
+        ({"rms_norm_eps": 0.5}, r"text_config\.rms_norm_eps: found 0\.5, allowed: 1e-06"),
+        *[
+            (
+                {"rope_parameters": {"rope_type": kind, "rope_theta": 1e6, "factor": 4.0}},
+                rf"text_config\.rope_type: found {kind}, allowed: default",
+            )
+            for kind in ("yarn", "linear", "dynamic")
+        ],
+        *[
+            ({"vision_changes": {key: value}}, rf"vision_config\.{key}: found {value}, allowed: ")
+            for key, value in (
+                ("num_hidden_layers", 13),
+                ("hidden_size", 768),
+                ("intermediate_size", 4096),
+                ("patch_size", 16),
+                ("num_attention_heads", 8),
+                ("hidden_act", "gelu"),
+                ("layer_norm_eps", 0.1),
+            )
+        ],
+        *[
+            ({"whole_changes": {key: value}}, f"{key}: found {value}, allowed: ")
+            for key, value in (
+                ("image_token_index", 151647),
+                ("video_token_index", 151646),
+                ("vision_feature_layer", -2),
+                ("vision_feature_select_strategy", "default"),
+                ("projector_hidden_act", "relu"),
+                ("tie_word_embeddings", True),
+            )
+        ],
     ],
 )
 def test_a_fact_that_differs_is_named_with_its_file_and_key(changes, named):
@@ -507,7 +549,7 @@ def test_frame_facts_that_differ_are_named():
     config.vision_config.image_size = 336
     with pytest.raises(
         InputError,
-        match=r"tokens a frame: found 144, allowed: 196; video_preprocessor_config\.json: "
+        match=r"vision_config\.image_size: found 336, allowed: 384; video_preprocessor_config\.json: "
         r"image_mean: found \(0\.4, 0\.5, 0\.5\), allowed: \(0\.5, 0\.5, 0\.5\)",
     ):
         check_7b(config, (0.4, 0.5, 0.5))

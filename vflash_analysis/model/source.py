@@ -12,33 +12,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import OutOfMemoryError, Tensor
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.hub import folder_commits, is_commit
-from vflash_analysis.schemas import PAPER_TARGET
-from vflash_analysis.shapes import LLAVA_ONEVISION_05B, LLAVA_ONEVISION_7B, TargetShape
 from vflash_analysis.strict import read_object
 
-if TYPE_CHECKING:
-    from vflash_analysis.model.inputs import FramePreprocessing
-
-# Checkpoints on the hub whose facts are known; the chat variant is another target of equal shape.
-KNOWN_SHAPES: Mapping[str, TargetShape] = {
-    PAPER_TARGET: LLAVA_ONEVISION_7B,
-    "llava-onevision-qwen2-7b-ov-chat-hf": LLAVA_ONEVISION_7B,
-    "llava-onevision-qwen2-0.5b-ov-hf": LLAVA_ONEVISION_05B,
-}
-_FACTS = {"model_type": "qwen2", "rope_theta": 1e6, "max_position_embeddings": 32768}
-_HUB_REVISION = re.compile(
-    r"[0-9a-f]{7,40}|main|refs/.+"
-)  # says which commit; other names are ours
+# Says which commit; other names are ours.
+_HUB_REVISION = re.compile(r"[0-9a-f]{7,40}|main|refs/.+")
 # What Hugging Face reads of a checkpoint; each is one JSON object.
 _OBJECTS = (
     "config.json",
@@ -222,8 +209,9 @@ def folder_name(folder: Path) -> str:
 def folder_revision(folder: Path, wanted: str | None = None) -> str:
     """The revision that records show for a folder.
 
-    Its own commit, if it says one (`hub.folder_commits`). Else the one asked for, marked "as configured" where it names a
-    commit or branch of a hub, of which the folder is no proof; else "local".
+    Its own commit, if it says one (`hub.folder_commits`). Else the one asked for, marked "as
+    configured" where it names a commit or branch of a hub, of which the folder is no proof; else
+    "local".
 
     Raises:
         InputError: the folder says another commit than the one asked for, or several.
@@ -248,6 +236,12 @@ def rope_theta(text_config: Any) -> float | None:
     parameters = getattr(text_config, "rope_parameters", None) or {}
     theta = parameters.get("rope_theta", getattr(text_config, "rope_theta", None))
     return None if theta is None else float(theta)
+
+
+def rope_type(text_config: Any) -> str:
+    """How a text config scales its rotary frequencies: "default" does not."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    return str(parameters.get("rope_type", "default"))
 
 
 def text_config_sha256(text_config: Any) -> str:
@@ -301,66 +295,6 @@ def check_full_attention(text_config: Any) -> None:
             f"target {text_config.model_type}: unknown attention layout, the text config has no "
             "num_key_value_heads"
         )
-
-
-def known_shape(config: Any, name: str = "") -> TargetShape | None:
-    """The shape that a target claims to have, by its name or else by its text width; None: unknown."""
-    if name in KNOWN_SHAPES:
-        return KNOWN_SHAPES[name]
-    width = config.get_text_config(decoder=True).hidden_size
-    if config.model_type != "llava_onevision":
-        return None
-    return next((s for s in KNOWN_SHAPES.values() if s.hidden_size == width), None)
-
-
-def check_known(
-    folder: Path, config: Any, shape: TargetShape, preprocessing: FramePreprocessing
-) -> None:
-    """Assert the facts that published numbers rest on.
-
-    Args:
-        folder: for messages.
-        config: the target's.
-        shape: of `known_shape`.
-        preprocessing: the checkpoint's frame settings.
-
-    Raises:
-        InputError: lists every fact that differs: its file and key, what was found, what is allowed.
-    """
-    text, vision = config.get_text_config(decoder=True), config.vision_config
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    seen = shape.vision
-    assert seen is not None
-    own = {
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "intermediate_size": shape.intermediate_size,
-        **_FACTS,
-    }
-    found = {name: getattr(text, name, None) for name in own} | {"rope_theta": rope_theta(text)}
-    facts: list[tuple[str, object, object]] = [
-        (f"config.json: text_config.{name}", found[name], allowed) for name, allowed in own.items()
-    ]
-    side = vision.image_size // vision.patch_size
-    frames = Path(preprocessing.file).name
-    facts += [
-        ("config.json: text_config: head size", head_dim, shape.head_dim),
-        ("config.json: vision_config.model_type", vision.model_type, "siglip_vision_model"),
-        (
-            "config.json: vision_config.image_size and patch_size: tokens a frame",
-            ((side + 1) // 2) ** 2,
-            seen.tokens_per_frame,
-        ),
-        (f"{frames}: image_mean", tuple(preprocessing.mean), (0.5, 0.5, 0.5)),
-        (f"{frames}: image_std", tuple(preprocessing.std), (0.5, 0.5, 0.5)),
-    ]
-    wrong = [
-        f"{name}: found {is_}, allowed: {allowed}" for name, is_, allowed in facts if is_ != allowed
-    ]
-    if wrong:
-        raise InputError(f"{folder} is no such LLaVA-OneVision: {'; '.join(wrong)}")
 
 
 def check_numbers(file: Path, config: Any) -> None:

@@ -21,7 +21,7 @@ from transformers import (
 
 from vflash_analysis import shapes
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import inputs, text_stack
+from vflash_analysis.model import inputs, known, text_stack
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.compiled import CompiledTarget
@@ -95,9 +95,9 @@ def read_files(source: str | Path, revision: str | None = None) -> TargetFiles:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_config(config, str(folder))
     folders.check_numbers(file, config)
-    known = folders.known_shape(config, name)
-    if known is not None:
-        folders.check_known(folder, config, known, preprocessing)
+    known_as = known.known_shape(config, name)
+    if known_as is not None:
+        known.check_known(folder, config, known_as, preprocessing)
     image_size = config.vision_config.image_size
     if (preprocessing.height, preprocessing.width) != (image_size, image_size):
         raise InputError(
