@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlavaOnevisionConfig, Qwen2Config, SiglipVisionConfig
 
 from tests.tiny import (
+    IMAGE,
     PREPROCESSING,
     TEMPLATE,
     save_target,
@@ -626,3 +627,43 @@ def test_a_target_in_memory_needs_a_template_and_a_stop_token():
         config.eos_token_id = None
     with pytest.raises(InputError, match="no stop token"):
         Target(model, tokenizer, PREPROCESSING)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "values"),
+    [
+        ("", "vision_feature_layer", (-50, -4, 0, 3, 10**30, [], [-1, 3], [0])),
+        ("vision_config", "num_attention_heads", (-2, -1, 0, 3, 32, 2**70)),
+        ("", "vision_feature_select_strategy", ("default",)),
+        ("", "video_token_index", (IMAGE,)),
+    ],
+)
+def test_what_the_vision_tower_has_not_is_refused_before_a_weight_is_read(
+    copy, section, key, values
+):
+    file, key_in_message = copy / "config.json", key.replace("token_index", "token_id")
+    content = json.loads(file.read_text())
+    for value in values:
+        changed = json.loads(json.dumps(content))
+        (changed[section] if section else changed)[key] = value
+        file.write_text(json.dumps(changed))
+        place = f"{section}.{key_in_message}" if section else key_in_message
+        with pytest.raises(InputError) as told:
+            read_files(copy)
+        assert str(told.value).startswith(f"{file}: {place}: found {value!r}, allowed: ")
+
+
+@pytest.mark.parametrize("chosen", [-3, -1, 1, 2, [-1], [-2, -1]])
+def test_layers_of_the_vision_tower_are_taken(copy, chosen):
+    edit_json(copy / "config.json", vision_feature_layer=chosen)
+    assert read_files(copy).config.vision_feature_layer == chosen
+
+
+def test_a_tower_with_a_class_token_drops_it(copy):
+    content = json.loads((copy / "config.json").read_text())
+    content["vision_config"]["model_type"] = "clip_vision_model"
+    edit_json(copy / "config.json", **content)
+    with pytest.raises(InputError, match="select_strategy: found 'full', allowed: 'default'"):
+        read_files(copy)
+    edit_json(copy / "config.json", vision_feature_select_strategy="default")
+    assert read_files(copy).config.vision_config.model_type == "clip_vision_model"

@@ -41,6 +41,9 @@ _OBJECTS = (
 
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
 
+# "default" drops the first state of a frame: a class token, which these towers have or have not.
+_STRATEGIES = {"clip_vision_model": "default", "siglip_vision_model": "full"}
+
 _SAMPLE_BYTES = 1 << 20
 _HASHED_WHOLE = 64 << 20
 
@@ -298,7 +301,10 @@ def check_full_attention(text_config: Any) -> None:
 
 
 def check_numbers(file: Path, config: Any) -> None:
-    """Refuse token ids that are no rows of the embedding, and a model without positions.
+    """Refuse a video language model's numbers that a library would fail on or silently misread.
+
+    Token ids that are no rows of the embedding or stand for two things, a model without positions,
+    heads and layers that the vision tower does not have.
 
     Args:
         file: the config's, for messages.
@@ -307,11 +313,40 @@ def check_numbers(file: Path, config: Any) -> None:
     Raises:
         InputError: names file and key.
     """
-    text = config.get_text_config(decoder=True)
+    text, vision = config.get_text_config(decoder=True), config.vision_config
+    width, layers = vision.hidden_size, vision.num_hidden_layers
     for name, value, low, high in (
         ("video_token_id", config.video_token_id, 0, text.vocab_size - 1),
         ("image_token_id", config.image_token_id, 0, text.vocab_size - 1),
         ("text_config.max_position_embeddings", text.max_position_embeddings, 1, 10**9),
+        ("vision_config.num_attention_heads", vision.num_attention_heads, 1, width),
     ):
         if not isinstance(value, int) or not low <= value <= high:
             raise InputError(f"{file}: {name}: found {value!r}, allowed: {low} to {high}")
+    if config.video_token_id == config.image_token_id:
+        raise InputError(
+            f"{file}: video_token_id: found {config.video_token_id}, allowed: another than "
+            "image_token_id"
+        )
+    if width % vision.num_attention_heads:
+        raise InputError(
+            f"{file}: vision_config.num_attention_heads: found {vision.num_attention_heads}, "
+            f"allowed: a divisor of hidden_size ({width})"
+        )
+    chosen = config.vision_feature_layer
+    among = {
+        *range(-layers - 1, 0),
+        *range(1, layers + 1),
+    }  # 0 alone reads as "none" in the library
+    if not (chosen in among if isinstance(chosen, int) else chosen and among.issuperset(chosen)):
+        raise InputError(
+            f"{file}: vision_feature_layer: found {str(chosen)[:60]}, allowed: one or several of "
+            f"{-layers - 1} to -1 and 1 to {layers}, as the vision tower has {layers} layers"
+        )
+    strategy = _STRATEGIES.get(vision.model_type)
+    if strategy and config.vision_feature_select_strategy != strategy:
+        raise InputError(
+            f"{file}: vision_feature_select_strategy: found "
+            f"{config.vision_feature_select_strategy!r}, allowed: {strategy!r}, as the tower is a "
+            f"{vision.model_type}"
+        )
