@@ -226,6 +226,21 @@ def test_an_index_that_names_no_files_is_one_line(folder, weight_map):
     assert len(row["note"]) < 300
 
 
+@pytest.mark.parametrize("commits", [(), ("a" * 40,), ("a" * 40, "b" * 40)])
+def test_files_of_several_commits_are_no_checkpoint(folder, commits):
+    notes = folder / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    names = ("config.json", "tokenizer.json")
+    for name, commit in zip(names, commits, strict=False):
+        (notes / f"{name}.metadata").write_text(f"{commit}\netag\n1.5\n")
+    row = rows_of(ON_CPU)["target revision"]
+    mixed = (
+        f"{folder}: found files of 2 commits of the hub (aaaaaaa, bbbbbbb), allowed: those of one"
+    )
+    assert row["ok"] == (len(commits) < 2)
+    assert row["note"] == ("the folder does not tell its commit", "", mixed)[len(commits)]
+
+
 def test_weights_that_are_a_part_of_the_model_are_told(folder, monkeypatch):
     monkeypatch.setattr(preflight, "stored_numbers", lambda _: 10)
     row = rows_of(ON_CPU)["target weights"]

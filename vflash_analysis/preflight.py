@@ -58,11 +58,17 @@ def _checkpoint_rows(files: TargetFiles, target: Target) -> Rows:
     lacks = f"{files.folder}: found {held:,} stored numbers, allowed: {needed:,} or more"
     whole = held >= needed
     known = known_shape(files.config, files.name)
-    untold = "" if folder_commits(files.folder) else "the folder does not tell its commit"
+    commits = folder_commits(files.folder)
+    told = "" if commits else "the folder does not tell its commit"
+    if len(commits) > 1:
+        told = (
+            f"{files.folder}: found files of {len(commits)} commits of the hub "
+            f"({', '.join(commit[:7] for commit in commits)}), allowed: those of one"
+        )
     facts = "" if known is None else "every known fact of this checkpoint holds"
     return [
         row("target name", files.name, "any", True, facts),
-        row("target revision", files.revision, "any", True, untold),
+        row("target revision", files.revision, "any", len(commits) < 2, told),
         row("target weights", found, "whole", whole, "" if whole else lacks),
         row("template", target.template_sha256[:16], "any", True, _shown(target.template_file)),
     ]
