@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pandas as pd
+import pytest
 
 from tests.planted import finish, shard_at
 from vflash_analysis import config, identity, paths, stages
@@ -110,6 +111,28 @@ def test_machine_paths_never_enter_a_run_id(runs, tmp_path, monkeypatch):
     assert told[0] == told[1]
     (tmp_path / "two" / "config.json").write_text('{"other": "weights"}')
     assert ids(stages.plan("h100"))["target"] != told[0]["target"]
+
+
+@pytest.mark.parametrize("name", ["target", "drafter"])
+@pytest.mark.parametrize("kind", ["parent", "file", "dangling link"])
+def test_nothing_but_a_checkpoint_is_hashed(runs, tmp_path, monkeypatch, name, kind):
+    """A wrong folder may be one of many checkpoints, or the whole disk."""
+    place = tmp_path / "place"
+    if kind == "file":
+        place.write_text("{}")
+    else:
+        (place / "checkpoint").mkdir(parents=True)
+        (place / "checkpoint" / "config.json").write_text("{}")
+    if kind == "dangling link":
+        (place / "config.json").symlink_to("nowhere")
+    monkeypatch.setenv("VFLASH_TARGET", str(place if name == "target" else tmp_path / "nowhere"))
+    hashed = []
+    monkeypatch.setattr(identity, "sha256_of_file", lambda path: hashed.append(path) or "0" * 64)
+    shards = stages.plan("h100", {"drafter.source": str(place)} if name == "drafter" else {})
+    assert not [path for path in hashed if path.is_relative_to(tmp_path)]
+    lines = [line for line in stages.missing_inputs(shards) if line.startswith(name)]
+    lacks = place / ("nowhere" if kind == "dangling link" else "config.json")  # where it points
+    assert lines and all(line.endswith(f"found nothing at {lacks}") for line in lines)
 
 
 def test_clips_hang_on_the_description_of_their_corpus_and_on_a_list_of_ones_own(

@@ -315,13 +315,20 @@ def _descriptions(profile: Profile) -> dict[str, Any]:
     return described
 
 
+def _checkpoint(folder: Path) -> Path:
+    """A folder of weights; of another, which may be a whole disk, the config.json it has not."""
+    config_file = folder / "config.json"
+    return config_file if folder.exists() and not config_file.is_file() else folder
+
+
 def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path | None]]:
     """Files from outside the run that the stage reads, by name; None: this machine names no folder."""
     files: list[tuple[str, Path | None]] = []
     if stage.name == "target" and profile.target.source is None:
-        files.append(("target", config.local_paths().get("target")))
+        folder = config.local_paths().get("target")
+        files.append(("target", folder and _checkpoint(folder)))
     elif stage.name == "target" and profile.target.source != config.TINY_TARGET:
-        files.append(("target", config.target_folder(profile.target)))
+        files.append(("target", _checkpoint(config.target_folder(profile.target))))
     if stage.name == "clips" and profile.clips.source == "suites":
         lists = paths.ROOT / (profile.clips.frozen_lists or "")
         if profile.clips.frozen_lists and lists.is_dir():
@@ -330,7 +337,7 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path | None]]
             folder = config.local_paths().get("data")
             files.append(("training_list", folder and folder / profile.clips.training_list))
     if stage.name == "drafter" and profile.drafter.source:
-        files.append(("drafter", paths.ROOT / profile.drafter.source))
+        files.append(("drafter", _checkpoint(paths.ROOT / profile.drafter.source)))
     if stage.name == "ablations" and profile.name == config.TRACKED_PROFILE:
         table = paths.TRACKED_FIGURES / "T3_objectives.csv"  # cells that the run does not compute
         files += [("tracked", table)] if table.is_file() else []
