@@ -495,7 +495,12 @@ def test_damaged_or_partial_drafters_are_named(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["num_hidden_layers"], config["layer_types"] = 3, ["full_attention"] * 3
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="missing_keys"):
+    with pytest.raises(InputError, match=r"11 missing keys: layers\.2\."):
+        load_drafter(tmp_path, target)
+    config["num_hidden_layers"], config["layer_types"] = 2, ["full_attention"] * 2
+    config["intermediate_size"] += 16
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"6 tensors of another shape: \S+proj\.weight: found \("):
         load_drafter(tmp_path, target)
     (tmp_path / "config.json").unlink()
     with pytest.raises(InputError, match="no drafter"):

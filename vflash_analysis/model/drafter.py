@@ -14,7 +14,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter, check_drafter_config
-from vflash_analysis.model.source import check_safetensors, text_config_sha256
+from vflash_analysis.model.source import check_safetensors, read_model, text_config_sha256
 from vflash_analysis.model.taps import check_tap_layers, default_tap_layers
 from vflash_analysis.model.text_stack import store_input_major
 from vflash_analysis.strict import read_object
@@ -149,12 +149,7 @@ def load_drafter(folder: str | Path, target: Target) -> VFlashDrafter:
             belongs to another target.
     """
     folder = _check_saved(folder)
-    drafter, info = VFlashDrafter.from_pretrained(
-        folder, dtype=target.dtype, local_files_only=True, output_loading_info=True
-    )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(kind):
-            raise InputError(f"{folder}: drafter weights: {kind}: {sorted(map(str, info[kind]))}")
+    drafter: VFlashDrafter = read_model(VFlashDrafter, folder, folder, target.dtype)
     check_drafter_matches(drafter, target)
     drafter = drafter.to(target.device).eval()
     store_input_major(drafter)

@@ -22,7 +22,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.frozen import Target, check_config
-from vflash_analysis.model.target import check_arguments, check_loaded, make_ready
+from vflash_analysis.model.target import check_arguments, make_ready
 from vflash_analysis.records import sha256_of_file
 
 NOT_ARCHITECTURES = ("general", "tokenizer")  # other sections of Hugging Face's table of names
@@ -64,11 +64,9 @@ def load_language_model(
     with folders.reading(f"{place}: config not usable"):
         config = AutoConfig.from_pretrained(folder, **options)
         check_config(config, str(place), reads_video=False)
-    with folders.reading(f"{place}: not loadable"):  # it writes no text, or cannot be expanded
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch_dtype, output_loading_info=True, **options
-        )
-    check_loaded(place, model, info, torch_dtype)
+    model = folders.read_model(  # fails where it writes no text
+        AutoModelForCausalLM, place, folder, torch_dtype, config=config, **options
+    )
     with folders.reading(f"{place}: tokenizer not usable"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     target = Target(model.to(device), tokenizer, None, attention, None, name, sha256, revision)

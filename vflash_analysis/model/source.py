@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import OutOfMemoryError, Tensor
 
@@ -157,6 +159,61 @@ def stored_numbers(folder: Path) -> int:
         with safe_open(path, framework="pt") as file:
             total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return total
+
+
+def read_model(kind: Any, place: Path, folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """Read a Hugging Face model, every tensor of which must find its place, in `dtype`.
+
+    A missing tensor would be random, an unexpected one is unused.
+
+    Args:
+        kind: the class whose `from_pretrained` reads it.
+        place: the file or folder that messages name.
+        folder: the one read from.
+        dtype: of the weights.
+        options: more of `from_pretrained`'s.
+
+    Raises:
+        InputError: the model cannot be read, its tensors are not the config's, by name and shape,
+            or parameters are not all in the dtype that was asked for.
+    """
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(_no_report)
+    try:
+        with reading(f"{place}: not loadable"):
+            model, info = kind.from_pretrained(
+                folder,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # else it raises without a name; refused below
+                **{"local_files_only": True, **options},
+            )
+    finally:
+        log.removeFilter(_no_report)
+    shapes = [
+        f"{name}: found {tuple(found)}, allowed: {tuple(allowed)}"
+        for name, found, allowed in info["mismatched_keys"]
+    ]
+    told = {"tensors of another shape": shapes} | {
+        key.replace("_", " "): [str(name) for name in info[key]]
+        for key in ("missing_keys", "unexpected_keys", "error_msgs")
+    }
+    problems = [
+        f"{len(names)} {what}: {', '.join(sorted(names)[:6])}"
+        for what, names in told.items()
+        if names
+    ]
+    if problems:
+        raise InputError(f"{place}: weights do not fit the config: {'; '.join(problems)}")
+    other = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
+    if other:
+        raise InputError(f"{place}: found parameters in {other} after loading in {dtype}")
+    return model
+
+
+def _no_report(record: logging.LogRecord) -> bool:
+    """Keep back the library's table of tensors that do not fit, which the one line tells."""
+    return "LOAD REPORT" not in record.getMessage()
 
 
 def check_folder(source: str | Path) -> Path:

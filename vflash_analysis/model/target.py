@@ -174,15 +174,9 @@ def load_target(
     torch_dtype = check_arguments(dtype, device, attention)
     files = read_files(folder, revision)
     _log.info("loading %s in %s", folder, torch_dtype)
-    with folders.reading(f"{folder}: not loadable"):
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            folder,
-            config=files.config,
-            dtype=torch_dtype,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    check_loaded(folder, model, info, torch_dtype)
+    model = folders.read_model(
+        AutoModelForImageTextToText, folder, folder, torch_dtype, config=files.config
+    )
     # Only moved: `.to(dtype)` would also round the rotary frequencies, which stay fp32.
     target = _target(files, model.to(device), attention, folders.folder_sha256(folder))
     make_ready(target, folder)
@@ -241,20 +235,3 @@ def make_ready(target: Target, place: Path) -> None:
             place,
             target.ignored_generation_settings,
         )
-
-
-def check_loaded(place: Path, model: Any, info: dict[str, Any], dtype: torch.dtype) -> None:
-    """Refuse a partial load, or parameters that are not all in the dtype that was asked for.
-
-    A missing tensor would be random, an unexpected one is unused.
-    """
-    problems = [
-        f"{len(info[kind])} {kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind]))[:6])}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-        if info.get(kind)
-    ]
-    if problems:
-        raise InputError(f"{place}: weights do not fit the config: {'; '.join(problems)}")
-    other = {p.dtype for p in model.parameters() if p.is_floating_point()} - {dtype}
-    if other:
-        raise InputError(f"{place}: found parameters in {other} after loading in {dtype}")
