@@ -348,6 +348,43 @@ def test_the_processors_template_wins_over_the_tokenizers(copy):
         alone.build_prompt("what happens", 2)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "processor_config.json",
+        "chat_template.json",
+        "chat_template.jinja",
+        "video_preprocessor_config.json",
+        "preprocessor_config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ],
+)
+def test_a_folder_or_a_link_to_nothing_is_no_absent_file(copy, name):
+    file = copy / name
+    file.unlink(missing_ok=True)
+    file.symlink_to("nowhere")
+    with pytest.raises(InputError) as error:
+        read_files(copy)
+    assert str(error.value).startswith(f"{file}: found a link to nothing")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(InputError) as error:
+        read_files(copy)
+    assert str(error.value) == f"{file}: found a folder, allowed: a file, or none of this name"
+
+
+def test_what_is_no_file_has_no_part_in_the_identity(copy):
+    before = folder_sha256(copy)
+    (copy / "folder.safetensors").mkdir()
+    (copy / "link.safetensors").symlink_to("nowhere")
+    assert folder_sha256(copy) == before
+
+
 def test_no_template_at_all_is_refused(copy):
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(InputError, match="no chat template"):

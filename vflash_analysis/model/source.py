@@ -39,7 +39,11 @@ _OBJECTS = (
     "vocab.json",
     "processor_config.json",
     "chat_template.json",
+    "video_preprocessor_config.json",
+    "preprocessor_config.json",
+    "model.safetensors.index.json",
 )
+_OTHERS = ("chat_template.jinja", "merges.txt", "model.safetensors")  # no JSON
 
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
 
@@ -70,14 +74,22 @@ def reading(what: str) -> Iterator[None]:
 
 
 def check_objects(folder: Path) -> None:
-    """Refuse JSON files of a checkpoint that are no JSON objects.
+    """Refuse files of a checkpoint that are no files, and JSON files that are no JSON objects.
+
+    A folder or a link to nothing (a cache that lost its blobs) would count as absent, and defaults
+    be taken for it.
 
     Raises:
         InputError: names the first one.
     """
-    for name in _OBJECTS:
-        if (folder / name).is_file():
-            read_object(folder / name)
+    for name in (*_OBJECTS, *_OTHERS):
+        file = folder / name
+        if file.is_file():
+            if name in _OBJECTS:
+                read_object(file)
+        elif os.path.lexists(file):
+            found = "a folder" if file.is_dir() else "a link to nothing or no plain file"
+            raise InputError(f"{file}: found {found}, allowed: a file, or none of this name")
 
 
 def check_safetensors(path: Path) -> None:
@@ -239,7 +251,7 @@ def folder_sha256(folder: Path) -> str:
     digest = hashlib.sha256()
     names = {"config.json", "tokenizer.json", "tokenizer_config.json"}
     for path in sorted(folder.iterdir()):
-        if path.name not in names and path.suffix != ".safetensors":
+        if not path.is_file() or (path.name not in names and path.suffix != ".safetensors"):
             continue
         size = path.stat().st_size
         digest.update(f"{path.name}\0{size}\0".encode())
