@@ -24,9 +24,9 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.hub import folder_commits
 from vflash_analysis.model.inputs import prompt_text
 from vflash_analysis.model.known import known_shape
-from vflash_analysis.model.source import stored_numbers, weight_files
 from vflash_analysis.model.taps import default_tap_layers
 from vflash_analysis.model.target import Target, TargetFiles, outline_target, read_files
+from vflash_analysis.model.weights import stored_numbers, weight_files
 from vflash_analysis.shapes import TargetShape
 
 Rows = list[dict[str, Any]]

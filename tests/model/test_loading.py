@@ -25,12 +25,11 @@ from tests.tiny import (
     tiny_tokenizer,
 )
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import source as model_source
+from vflash_analysis.model import weights
 from vflash_analysis.model.inputs import parse_frame_preprocessing, read_chat_template
 from vflash_analysis.model.known import check_known, known_shape
 from vflash_analysis.model.source import (
     check_full_attention,
-    check_weights,
     folder_name,
     folder_revision,
     folder_sha256,
@@ -203,7 +202,7 @@ def test_sharded_weights_are_all_checked(copy):
         load_target(copy, "float32", "cpu")
     index.write_text("{}")
     with pytest.raises(InputError, match="weight_map"):
-        check_weights(copy)
+        weights.check_weights(copy)
 
 
 def test_other_weight_formats_are_named(copy):
@@ -622,7 +621,7 @@ def test_another_commit_than_the_one_asked_for_is_refused(copy, tmp_path):
 def test_an_outline_builds_the_same_prompts_and_reads_one_tensor(saved, monkeypatch):
     target, folder = saved
     read = []
-    inside = model_source.safe_open
+    inside = weights.safe_open
 
     @contextlib.contextmanager
     def opened(path, framework):
@@ -632,7 +631,7 @@ def test_an_outline_builds_the_same_prompts_and_reads_one_tensor(saved, monkeypa
                 get_tensor=lambda name: read.append(name) or file.get_tensor(name),
             )
 
-    monkeypatch.setattr(model_source, "safe_open", opened)
+    monkeypatch.setattr(weights, "safe_open", opened)
     outline = outline_target(read_files(folder))
     assert [name.rpartition(".")[0].rpartition(".")[2] for name in read] == ["embed_tokens"]
     prompt = target.build_prompt("describe the clip", 3)

@@ -14,9 +14,10 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.frozen import Target
 from vflash_analysis.model.network import VFlashConfig, VFlashDrafter, check_drafter_config
-from vflash_analysis.model.source import check_safetensors, read_model, text_config_sha256
+from vflash_analysis.model.source import text_config_sha256
 from vflash_analysis.model.taps import check_tap_layers, default_tap_layers
 from vflash_analysis.model.text_stack import store_input_major
+from vflash_analysis.model.weights import check_safetensors, read_model
 from vflash_analysis.strict import read_object
 
 NOT_IDENTITY = ("transformers_version", "_name_or_path", "target_source", "target_revision")

@@ -20,6 +20,7 @@ from transformers.utils import is_gguf_available
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.model import source as folders
+from vflash_analysis.model import weights
 from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.frozen import Target, check_config
 from vflash_analysis.model.target import check_arguments, make_ready
@@ -54,7 +55,7 @@ def load_language_model(
     if place.is_dir():
         folder = folders.check_folder(place)
         folders.check_objects(folder)
-        folders.check_weights(folder)
+        weights.check_weights(folder)
         name, sha256 = folders.folder_name(folder), folders.folder_sha256(folder)
         revision = folders.folder_revision(folder)
     else:
@@ -64,7 +65,7 @@ def load_language_model(
     with folders.reading(f"{place}: config not usable"):
         config = AutoConfig.from_pretrained(folder, **options)
         check_config(config, str(place), reads_video=False)
-    model = folders.read_model(  # fails where it writes no text
+    model = weights.read_model(  # fails where it writes no text
         AutoModelForCausalLM, place, folder, torch_dtype, config=config, **options
     )
     with folders.reading(f"{place}: tokenizer not usable"):

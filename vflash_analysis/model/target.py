@@ -21,7 +21,7 @@ from transformers import (
 
 from vflash_analysis import shapes
 from vflash_analysis.errors import InputError
-from vflash_analysis.model import inputs, known, text_stack
+from vflash_analysis.model import inputs, known, text_stack, weights
 from vflash_analysis.model import source as folders
 from vflash_analysis.model.attention import NAME
 from vflash_analysis.model.compiled import CompiledTarget
@@ -87,7 +87,7 @@ def read_files(source: str | Path, revision: str | None = None) -> TargetFiles:
     folder = folders.check_folder(source)
     revision = folders.folder_revision(folder, revision)
     folders.check_objects(folder)
-    folders.check_weights(folder)
+    weights.check_weights(folder)
     file, name = folder / "config.json", folders.folder_name(folder)
     shape = shapes.read_shape(file)
     preprocessing = inputs.read_frame_preprocessing(folder)
@@ -174,7 +174,7 @@ def load_target(
     torch_dtype = check_arguments(dtype, device, attention)
     files = read_files(folder, revision)
     _log.info("loading %s in %s", folder, torch_dtype)
-    model = folders.read_model(
+    model = weights.read_model(
         AutoModelForImageTextToText, folder, folder, torch_dtype, config=files.config
     )
     # Only moved: `.to(dtype)` would also round the rotary frequencies, which stay fp32.
@@ -198,7 +198,7 @@ def outline_target(files: TargetFiles) -> Target:
     model.generation_config = files.generation_config
     embedding = model.get_input_embeddings()
     with folders.reading(f"{files.folder}: embed_tokens.weight: not readable"):
-        weight = folders.read_tensor(files.folder, "embed_tokens.weight")
+        weight = weights.read_tensor(files.folder, "embed_tokens.weight")
     if weight.shape != embedding.weight.shape or not weight.is_floating_point():
         raise InputError(
             f"{files.folder}: embed_tokens.weight: found {weight.dtype} {tuple(weight.shape)}, "
