@@ -584,6 +584,7 @@ def test_older_spelling_of_the_rotary_base_and_its_scaling(tmp_path):
                 ("tie_word_embeddings", True),
             )
         ],
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: found True, allowed: False"),
     ],
 )
 def test_a_fact_that_differs_is_named_with_its_file_and_key(changes, named):

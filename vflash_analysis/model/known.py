@@ -86,7 +86,6 @@ def check_known(
             "image_size": seen.image_size,
             "patch_size": seen.patch_size,
         },
-        "": {"tie_word_embeddings": shape.tied},
     }
     sections = {"text_config.": text, "vision_config.": vision, "": config}
     facts: list[tuple[str, object, object]] = [
@@ -96,8 +95,10 @@ def check_known(
         for key, allowed in keys.items()
     ]
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    tied = any(getattr(part, "tie_word_embeddings", False) for part in (text, config))
     frames = Path(preprocessing.file).name
     facts += [
+        ("config.json: tie_word_embeddings", tied, shape.tied),  # in whichever section it stands
         ("config.json: text_config.head_dim", head_dim, shape.head_dim),
         ("config.json: text_config.rope_theta", rope_theta(text), 1e6),
         ("config.json: text_config.rope_type", rope_type(text), "default"),
