@@ -2,6 +2,7 @@
 # make smoke       every notebook of a run at its smallest size, a few minutes
 # make figures     redraw the tracked figures from the tracked records; installs no torch
 # make test        the fast tests    make test-all  also the slow ones and Snakemake's
+# make environment what all of them need, into .venv    make check  style, types, import floors
 # make lab         JupyterLab on the notebooks, with a filter that keeps them clean in git
 # make test-workflow  the fast ones that need Snakemake, which it installs into .venv-workflow
 # make publish     copy a finished pocket run's records and figures to the tracked places
@@ -30,7 +31,7 @@ WORKFLOW := .venv-workflow
   smollm2
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q; s/^# //p' Makefile
 
 # A stamp holds the checksum of what was installed, so a touched but unchanged lock installs nothing.
 define install

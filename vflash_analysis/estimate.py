@@ -337,6 +337,7 @@ def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
         drafters = list(dict.fromkeys([*drafters, *config.ablation_drafters(profile)]))
     trained = [] if profile.drafter.source else drafters
     on_gpu = profile.target.device == "cuda"
+    estimated = estimate_stages(profile, own, trained, gpu)
     stages = [
         {
             "stage": one.stage,
@@ -344,7 +345,7 @@ def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
             "gpu_hours": round(one.gpu_hours, 1) if on_gpu else None,
             "disk_bytes": one.disk_bytes,
         }
-        for one in estimate_stages(profile, own, trained, gpu)
+        for one in estimated
     ]
     parts = memory(profile, own)
     notes = [
@@ -352,6 +353,9 @@ def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
         for use, held in parts.items()
     ]
     if on_gpu:
+        hours = sum(one.gpu_hours for one in estimated)
+        name = shapes.shape_name(target, "the target's own shape")
+        notes.append(f"{hours:,.0f} GPU hours in all, for {name}")
         notes.append(
             f"hours on one {gpu.name}, estimated: a step reads at {BANDWIDTH_SHARE:.0%} of its "
             f"bandwidth, the rest computes at {COMPUTE_SHARE:.0%} of its peak; prompts of "

@@ -42,7 +42,7 @@ def test_claims_by_hand(speedups):
 def test_checks_by_hand(speedups):
     lines = checks(speedups, GATES).splitlines()
     assert lines[0].startswith("Autoregressive decoding takes 100.00 ms a token (macro)")
-    assert lines[0].endswith("Measured speed-up over the predicted one: 80 % (chain).")  # 4 of 5
+    assert lines[0].endswith("so the parts add up: 80 % (chain).")  # 4 of 5
     assert lines[-2:] == [
         "| reads | 0.912 | >= 0.90 | 30 | holds |",
         "| hard | 0.500 | at most 0.40 | 40 | **does not hold** |",

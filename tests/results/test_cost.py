@@ -76,10 +76,10 @@ def test_break_even_and_speed_up_by_hand():
     assert value(frame, "breakeven_tau", method="tree60", **at) == pytest.approx(3.8)
     (chain,) = [row for _, row in records.generations.iterrows() if row["method"] == "chain"]
     tau = (chain["new_tokens"] - 1) / chain["verify_calls"]
-    found = value(frame, "predicted_speedup", method="chain", **at)
+    found = value(frame, "modelled_speedup", method="chain", **at)
     assert found == pytest.approx(tau / 2.6, rel=1e-5)
     rows = keyed(frame)
-    predicted = rows.loc[rows["quantity"] == "predicted_speedup"]
+    predicted = rows.loc[rows["quantity"] == "modelled_speedup"]
     assert set(predicted["tau"]) == {f"{tau:.2f}"}  # nothing was decoded with a tree
     # the 7B's too is at the length that this profile decoded, and its row says so
     assert {"pocket", "llava-onevision-7b"} == set(predicted["shape"])
@@ -115,7 +115,7 @@ def test_the_7b_is_modelled_beside_the_page_and_marked_so():
     assert set(seven["status"]) == {MODELLED}
     assert set(rows.loc[rows["shape"] == "pocket", "status"]) == {MEASURED}
     # nothing decoded: no accepted length, so no speed-up at one
-    assert not (frame["quantity"] == "predicted_speedup").any()
+    assert not (frame["quantity"] == "modelled_speedup").any()
 
 
 def test_files_of_other_machines_stand_beside_and_keep_their_source(measured_folder):

@@ -115,7 +115,10 @@ def checks(frame: pd.DataFrame, gates: pd.DataFrame) -> str:
         for method in VFLASH_METHODS[::-1]
         if (predicted := macro.get(("predicted_speedup", method, FLOW_ARM)))
     ]
-    told += f". Measured speed-up over the predicted one: {', '.join(shares)}."
+    told += (
+        ". The speed-up is this share of what accepted length and cycle time give, so the parts "
+        f"add up: {', '.join(shares)}."
+    )
     return "\n".join([told, "", *_gate_lines(gates)])
 
 

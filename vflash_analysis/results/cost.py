@@ -200,7 +200,7 @@ def _method_rows(
             speedup = metrics.speedup_at_tau(tau, ar_s, cycle_s)
             setting = setting_text(shape=shape, context=context, tau=f"{tau:.2f}", tau_of=taus.of)
             rows.append(
-                origin.row("predicted_speedup", speedup, "x", method=method, setting=setting)
+                origin.row("modelled_speedup", speedup, "x", method=method, setting=setting)
             )
     return rows
 
@@ -257,9 +257,9 @@ def _page_row() -> Row:
 
 
 def keyed(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with its settings as columns: shape, context, forward, by, tau; "" where unset."""
+    """The frame with its settings as columns: shape, context, forward, by, tau, tau_of; "" if unset."""
     keys = [parse_setting(text) for text in frame["setting"]]
-    names = ("shape", "context", "forward", "by", "tau")
+    names = ("shape", "context", "forward", "by", "tau", "tau_of")
     return frame.assign(**{name: [key.get(name, "") for key in keys] for name in names})
 
 
@@ -309,7 +309,7 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     sections = []
     for quantities, names, column, order in (
         (("forward_ms", "limit_share", "peak_bytes"), of_forwards, "forward", FORWARDS),
-        (("cycle_ms", "breakeven_tau", "predicted_speedup"), of_methods, "method", VFLASH_METHODS),
+        (("cycle_ms", "breakeven_tau", "modelled_speedup"), of_methods, "method", VFLASH_METHODS),
     ):
         for quantity in quantities:
             own = there.loc[there["quantity"] == quantity]

@@ -1,5 +1,5 @@
 """The cost figures from tidy frames: F9 cost over context length and speed-up over accepted length,
-F10 the parts of a cycle, decoded beside predicted."""
+F10 the parts of a cycle, decoded beside the cost model's."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _draw_speedups(axis: Axes, rows: pd.DataFrame) -> None:
                 axis.plot(at, 1, "o", color="white", markeredgecolor=tone, zorder=4)
                 told.append(f"{label(method)} {at:.2f} after {_length(context)}")
             decoded = rows.loc[
-                here & (rows["quantity"] == "predicted_speedup") & (rows["method"] == method)
+                here & (rows["quantity"] == "modelled_speedup") & (rows["method"] == method)
             ]
             for _, point in decoded.iterrows():
                 axis.plot(float(point["tau"]), point["value"], "D", color=tone, markersize=5,
@@ -133,7 +133,7 @@ def _places(frame: pd.DataFrame) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys(zip(rows["shape"], rows["device"], rows["source"], strict=True)))
 
 
-def _cost_handles() -> list[Artist]:
+def _cost_handles(decoded_in: str) -> list[Artist]:
     tones = [
         Line2D([], [], color=colour(name), marker="o", label=f"{label(name)}: target forward")
         for name in ("ar", *VFLASH_METHODS)
@@ -143,7 +143,7 @@ def _cost_handles() -> list[Artist]:
         Line2D([], [], color=INK, linestyle=_DRAFT, linewidth=1.2, label="its draft"),
         Line2D([], [], color=_HF_COLOUR, marker="s", label="Hugging Face, SDPA"),
         Line2D([], [], color=INK, linestyle=_LIMIT, label="bandwidth limit"),
-        Line2D([], [], color=INK, marker="D", linestyle="", label="at the decoded τ"),
+        Line2D([], [], color=INK, marker="D", linestyle="", label=f"at the τ of {decoded_in}"),
     ]
 
 
@@ -197,7 +197,8 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
         "after the most tokens, dashed after the fewest; diamonds: at the accepted length decoded "
         "with these records, an assumption for any other target."
     )
-    handles = _cost_handles()
+    speedups = rows.loc[rows["quantity"] == "modelled_speedup"]
+    handles = _cost_handles(" and ".join(dict.fromkeys(speedups["tau_of"])) or "no run")
     finish(figure, "What a forward costs, and what follows", caption, handles, len(handles))
     return figure, frame
 
@@ -277,6 +278,6 @@ def cycle_figure(frame: pd.DataFrame) -> Drawn:
         Patch(facecolor=tone, edgecolor=tone, label=words) for _, words, tone in _PARTS
     ]
     handles.append(Patch(facecolor="white", edgecolor=INK, hatch="/////", label="cost model"))
-    title = "Time of a cycle by part, decoded beside predicted"
+    title = "Time of a cycle by part, decoded beside the cost model's"
     finish(figure, title, caption, handles, len(handles))
     return figure, frame
