@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.hub_notes import note_commit
 from vflash_analysis.hub import folder_commits, is_commit
 
 ONE, TWO = 40 * "1", 40 * "2"
 
 
 def note(folder: Path, file: str, first_line: str, there: bool = True) -> None:
-    path = folder / ".cache" / "huggingface" / "download" / f"{file}.metadata"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{first_line}\netag\n1.5\n")
+    note_commit(folder, file, first_line)
     if there:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).touch()

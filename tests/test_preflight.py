@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hub_notes import note_commit
 from tests.tiny import save_target, tiny_target
 from vflash_analysis import config, devices, paths, preflight, runner, stages
 from vflash_analysis.errors import InputError
@@ -228,11 +229,8 @@ def test_an_index_that_names_no_files_is_one_line(folder, weight_map):
 
 @pytest.mark.parametrize("commits", [(), ("a" * 40,), ("a" * 40, "b" * 40)])
 def test_files_of_several_commits_are_no_checkpoint(folder, commits):
-    notes = folder / ".cache" / "huggingface" / "download"
-    notes.mkdir(parents=True)
-    names = ("config.json", "tokenizer.json")
-    for name, commit in zip(names, commits, strict=False):
-        (notes / f"{name}.metadata").write_text(f"{commit}\netag\n1.5\n")
+    for name, commit in zip(("config.json", "tokenizer.json"), commits, strict=False):
+        note_commit(folder, name, commit)
     row = rows_of(ON_CPU)["target revision"]
     mixed = (
         f"{folder}: found files of 2 commits of the hub (aaaaaaa, bbbbbbb), allowed: those of one"

@@ -442,25 +442,25 @@ def target_folder(settings: TargetSettings) -> Path:
     return folder
 
 
-def data_folder(there: bool = True) -> Path:
+def data_folder() -> Path:
     """The folder that holds the real suites' videos (`VFLASH_DATA` or `data:` in `local.yaml`).
 
     Raises:
         InputError: see `need_data`.
     """
-    return need_data(local_paths().get("data"), there)
+    return need_data(local_paths().get("data"))
 
 
-def need_data(folder: Path | None, there: bool = True) -> Path:
+def need_data(folder: Path | None) -> Path:
     """Return the videos' folder.
 
     Raises:
-        InputError: this machine names none, or with `there` one that is not there.
+        InputError: this machine names none, or one that is not there.
     """
     if folder is None:
         raise InputError(
             "VFLASH_DATA: not set; set it or `data:` in local.yaml to the videos' folder"
         )
-    if there and not folder.is_dir():
+    if not folder.is_dir():
         raise InputError(f"VFLASH_DATA: found {str(folder)!r}, allowed: a folder that is there")
     return folder

@@ -27,6 +27,23 @@ LOGITS_BYTES = 2**28
 (logits, their softmax, the allowed ones, temporaries). 441 rows of a 152,128-token vocabulary in
 fp32, enough to keep the head's product busy; every row of a small vocabulary."""
 
+# Fields of the shapes below that are read as they stand, and their keys in a `config.json`.
+_VISION_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+}
+_TEXT_KEYS: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
 
 @dataclass(frozen=True)
 class VisionShape:
@@ -42,6 +59,11 @@ class VisionShape:
     intermediate_size: int
     image_size: int
     patch_size: int
+
+    @property
+    def config(self) -> dict[str, int]:
+        """Its numbers as the `vision_config` of a `config.json` names them."""
+        return {key: getattr(self, name) for name, key in _VISION_KEYS.items()}
 
     @property
     def patches(self) -> int:
@@ -84,6 +106,11 @@ class TargetShape:
     qkv_bias: bool = True
     tied: bool = False
     vision: VisionShape | None = None
+
+    @property
+    def config(self) -> dict[str, int]:
+        """Its numbers as the `text_config` of a `config.json` names them, `head_dim` aside."""
+        return {key: getattr(self, name) for name, key in _TEXT_KEYS.items()}
 
     @property
     def layer_parameters(self) -> int:
@@ -221,15 +248,8 @@ def read_shape(path: Path) -> TargetShape:
     config = read_object(path)
     text = check_object(config.get("text_config", config), f"{path}: text_config")
     numbers = {
-        name: _number(path, "text_config", text, key, most)
-        for name, key, most in (
-            ("num_layers", "num_hidden_layers", MOST_LAYERS),
-            ("hidden_size", "hidden_size", MOST),
-            ("num_attention_heads", "num_attention_heads", MOST),
-            ("num_key_value_heads", "num_key_value_heads", MOST),
-            ("intermediate_size", "intermediate_size", MOST),
-            ("vocab_size", "vocab_size", MOST),
-        )
+        name: _number(path, "text_config", text, key, MOST_LAYERS if name == "num_layers" else MOST)
+        for name, key in _TEXT_KEYS.items()
     }
     hidden, heads = numbers["hidden_size"], numbers["num_attention_heads"]
     if text.get("head_dim") is not None:
@@ -262,16 +282,13 @@ def _check_divides(
 def _vision_shape(path: Path, given: Any) -> VisionShape:
     vision = check_object(given, f"{path}: vision_config")
 
-    def number(key: str, most: int = MOST) -> int:
-        return _number(path, "vision_config", vision, key, most)
-
-    side = number("image_size")
+    side = _number(path, "vision_config", vision, "image_size")
+    most = {"num_layers": MOST_LAYERS, "patch_size": side}
     return VisionShape(
-        number("num_hidden_layers", MOST_LAYERS),
-        number("hidden_size"),
-        number("intermediate_size"),
-        side,
-        number("patch_size", side),
+        **{
+            name: _number(path, "vision_config", vision, key, most.get(name, MOST))
+            for name, key in _VISION_KEYS.items()
+        }
     )
 
 

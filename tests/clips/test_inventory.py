@@ -15,6 +15,7 @@ import pytest
 
 from tests.clips import hub
 from tests.clips.hub import STUBS
+from tests.hub_notes import note_commit
 from vflash_analysis import paths
 from vflash_analysis.clips import frozen, inventory
 from vflash_analysis.clips.inventory import Card, Download
@@ -42,11 +43,6 @@ def stock(data: Path, **changes) -> dict[str, inventory.Holding]:
 
 def counts(holding: inventory.Holding) -> tuple[int, int, int, int]:
     return holding.listed, holding.found, holding.drawn, holding.drawn_found
-
-
-def note_commit(folder: Path, name: str, commit: str) -> None:
-    text = f"{commit}\netag\n1700000000.0\n"
-    hub.put(folder / ".cache/huggingface/download" / f"{name}.metadata", text.encode())
 
 
 # ---------------------------------------------------------------- what is there

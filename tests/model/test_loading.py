@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlavaOnevisionConfig, Qwen2Config, SiglipVisionConfig
 
+from tests.hub_notes import note_commit
 from tests.tiny import (
     IMAGE,
     PREPROCESSING,
@@ -445,13 +446,11 @@ def hub_cache(place):
 
 def downloaded(place, *commits):
     """A folder as `hf download --local-dir` leaves it, a file of each commit."""
-    notes = place / ".cache" / "huggingface" / "download"
-    notes.mkdir(parents=True)
     for number, commit in enumerate(commits):
         (place / f"{number}.json").touch()
-        (notes / f"{number}.json.metadata").write_text(f"{commit}\netag\n1.5\n")
-    (notes / "removed.json.metadata").write_text(f"{OTHER}\netag\n1.5\n")
-    (notes / "0.json.lock").touch()
+        note_commit(place, f"{number}.json", commit)
+    note_commit(place, "removed.json", OTHER)
+    (place / ".cache" / "huggingface" / "download" / "0.json.lock").touch()
     return place
 
 

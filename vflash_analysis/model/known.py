@@ -71,21 +71,8 @@ def check_known(
     seen = shape.vision
     assert seen is not None
     sizes: dict[str, Mapping[str, Any]] = {
-        "text_config.": {
-            "num_hidden_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "num_attention_heads": shape.num_attention_heads,
-            "num_key_value_heads": shape.num_key_value_heads,
-            "intermediate_size": shape.intermediate_size,
-            "vocab_size": shape.vocab_size,
-        },
-        "vision_config.": {
-            "num_hidden_layers": seen.num_layers,
-            "hidden_size": seen.hidden_size,
-            "intermediate_size": seen.intermediate_size,
-            "image_size": seen.image_size,
-            "patch_size": seen.patch_size,
-        },
+        "text_config.": shape.config,
+        "vision_config.": seen.config,
     }
     sections = {"text_config.": text, "vision_config.": vision, "": config}
     facts: list[tuple[str, object, object]] = [

@@ -64,7 +64,7 @@ def load_language_model(
         name, sha256, revision = place.stem, sha256_of_file(place), "local"
     with folders.reading(f"{place}: config not usable"):
         config = AutoConfig.from_pretrained(folder, **options)
-        check_config(config, str(place), reads_video=False)
+    check_config(config, str(place), reads_video=False)
     model = weights.read_model(  # fails where it writes no text
         AutoModelForCausalLM, place, folder, torch_dtype, config=config, **options
     )

@@ -19,11 +19,11 @@ from typing import Any
 from torch import OutOfMemoryError
 
 from vflash_analysis.errors import InputError
-from vflash_analysis.hub import folder_commits, is_commit
+from vflash_analysis.hub import ABBREVIATION, folder_commits, is_commit
 from vflash_analysis.strict import read_object
 
 # Says which commit; other names are ours.
-_HUB_REVISION = re.compile(r"[0-9a-f]{7,40}|main|refs/.+")
+_HUB_REVISION = re.compile(rf"{ABBREVIATION.pattern}|main|refs/.+")
 # What Hugging Face reads of a checkpoint; each is one JSON object.
 _OBJECTS = (
     "config.json",

@@ -68,13 +68,8 @@ def _made_in(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
 def _config(shape: TargetShape, positions: int) -> LlavaOnevisionConfig:
     text: dict[str, Any] = {
         "model_type": "qwen2",
-        "num_hidden_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
+        **shape.config,
         "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate_size,
-        "vocab_size": shape.vocab_size,
         "max_position_embeddings": positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "tie_word_embeddings": shape.tied,
