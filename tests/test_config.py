@@ -119,6 +119,7 @@ GROUP = {"arms": ["mask_only"], "budgets": [1], "training_clips": [4], "train_se
         ({"drafter.context": 1.5}, "drafter.context: found 1.5, allowed: 0 to 1"),
         ({"drafter.context": "some"}, 'drafter.context: found text "some"'),
         ({"clips.clips_per_suite": 99}, "clips.clips_per_suite: found 99, allowed: at most"),
+        ({"layers.clips_per_suite": 99}, "layers.clips_per_suite: found 99, allowed: at most"),
         ({"training.training_clips": 10**6}, "training.training_clips: found 1000000, allowed: at"),
         ({"drafter.source": "x", "train_seeds": [0, 1]}, "allowed with drafter.source: one"),
         ([("training.steps", 3)], "overrides: found list"),
@@ -136,7 +137,9 @@ def test_an_unknown_profile_lists_the_known_ones():
         config.load_profile("nano")
 
 
-@pytest.mark.parametrize("section", ["target", "clips", "drafter", "training", "decode", "cost"])
+@pytest.mark.parametrize(
+    "section", ["target", "clips", "drafter", "training", "decode", "cost", "layers"]
+)
 def test_a_missing_setting_is_named_even_where_the_code_has_a_default(section):
     values = strict.read_yaml(paths.PROFILES / "pocket.yaml")
     for key in list(values[section]):

@@ -144,6 +144,16 @@ class CostSettings:
     repeats: Annotated[int, Bounds(1, 1000)] = 7  # timed runs of each forward at each length
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerSettings:
+    """What is looked at inside the target, and on how many clips."""
+
+    clips_per_suite: Annotated[int, Bounds(1)]  # of the first sample seed
+    max_new_tokens: Annotated[int, Bounds(1, 8192)]  # of every text without the video
+    # the video is removed from layers 0, n, 2n, ... on, and from none
+    removal_every: Annotated[int, Bounds(1, 1000)] = 1
+
+
 Arm = Literal[
     "self_reveal", "mask_only", "true_reveal", "wrong_reveal", "self_reveal_rev0", "mask_only_2x"
 ]
@@ -171,6 +181,7 @@ class Profile:
     training: TrainSettings
     decode: DecodeSettings
     cost: CostSettings
+    layers: LayerSettings
     ablation: tuple[AblationGroup, ...]
     train_seeds: tuple[int, ...]
     objectives: tuple[Objective, ...]
@@ -323,6 +334,11 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
     if clips.clips_per_suite > clips.clips_per_suite_all:
         raise InputError(
             f"clips.clips_per_suite: found {clips.clips_per_suite}, allowed: at most "
+            f"clips.clips_per_suite_all ({clips.clips_per_suite_all})"
+        )
+    if profile.layers.clips_per_suite > clips.clips_per_suite_all:
+        raise InputError(
+            f"layers.clips_per_suite: found {profile.layers.clips_per_suite}, allowed: at most "
             f"clips.clips_per_suite_all ({clips.clips_per_suite_all})"
         )
     if clips.training_corpus is not None and clips.training_corpus not in corpus_names():

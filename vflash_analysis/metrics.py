@@ -423,6 +423,25 @@ def speedup_at_tau(tau: float, ar_s: float, cycle_s: float) -> float:
     return tau * ar_s / cycle_s
 
 
+# ---- measures ---------------------------------------------------------------------------------
+def usable_measures(measures: pd.DataFrame) -> pd.DataFrame:
+    """The rows of clips that did not fail, with the cluster column `video`.
+
+    Raises:
+        InputError: measures of several targets, which are never pooled, or an infinite number.
+    """
+    rows = measures.loc[measures["reason"].isna()].copy()
+    refuse_mixed(rows, ("target_sha256",))
+    refuse_infinite(rows)
+    rows["video"] = rows["video_sha256"].fillna(rows["clip_id"]).astype(str)
+    return rows
+
+
+def measure_parts(measures: pd.DataFrame) -> pd.DataFrame:
+    """sum(total) / sum(count) over the rows of one quantity; `ratio`."""
+    return _parts(measures, measures["total"], measures["count"])
+
+
 # ---- losslessness and macro -------------------------------------------------------------------
 def identical_share_parts(generations: pd.DataFrame) -> pd.DataFrame:
     """Share of texts whose token ids equal plain greedy decoding's; `ratio`.

@@ -254,4 +254,41 @@ by `sizes`. `seconds` is the median of `repeats`, `seconds_low` and `seconds_hig
 null, with a `reason`, where it did not fit the device. `peak_bytes` is what the forward held beyond
 weights and caches."""
 
-SCHEMAS = {s.name: s for s in (GENERATIONS, CYCLES, ANCHORS, TRAINING, CONTINUATIONS, COSTS)}
+NO_LAYER = -1  # `layer` of what is of no layer
+FAILED_CLIP = "clip"  # `quantity` of a clip that failed
+LAYERS_STUDY = "layers"  # `study` of what notebook 70 measures
+
+MEASURES = _schema(
+    "measures",
+    1,
+    {
+        "run_id": pa.string(),
+        "target": pa.string(),
+        "target_sha256": pa.string(),
+        "device": pa.string(),
+        "dtype": pa.string(),
+        "clip_id": pa.string(),
+        "benchmark": pa.string(),
+        "sample_seed": pa.int64(),
+        "study": pa.string(),
+        "setting": pa.string(),
+        "layer": pa.int64(),
+        "quantity": pa.string(),
+    },
+    {
+        "video_sha256": pa.string(),
+        "total": pa.float64(),
+        "count": pa.float64(),
+        "reason": pa.string(),
+    },
+)
+"""One row per clip, quantity and place: what the target does with a clip, or how well it tells it.
+
+`study` says who measured ("layers"), `setting` under what ("" where there is one way), `layer` the
+decoder layer, NO_LAYER where there is none. The clip's value is `total` / `count`; over clips both are
+summed first, so a quantity is a ratio of sums. A clip that failed is one row of quantity
+FAILED_CLIP with a `reason` and nulls."""
+
+SCHEMAS = {
+    s.name: s for s in (GENERATIONS, CYCLES, ANCHORS, TRAINING, CONTINUATIONS, COSTS, MEASURES)
+}

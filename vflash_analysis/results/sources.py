@@ -34,12 +34,13 @@ from vflash_analysis.schemas import (
     COSTS,
     CYCLES,
     GENERATIONS,
+    MEASURES,
     TRAINING,
     Schema,
 )
 from vflash_analysis.strict import read_json
 
-TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS)
+TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS, MEASURES)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Records:
     anchors: pd.DataFrame
     training: pd.DataFrame
     costs: pd.DataFrame
+    measures: pd.DataFrame
     status: str
     source: str
     lacking: tuple[str, ...] = ()
@@ -113,15 +115,27 @@ def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
         )
 
 
-def _refuse_measured_twice(costs: pd.DataFrame) -> None:
-    """What a forward costs on one machine must not come from two runs."""
-    keys = ["shape", "device", "dtype", "implementation", "forward", "context_tokens"]
-    twice = costs.duplicated(keys, keep=False)
+_ONE_COST = ("shape", "device", "dtype", "implementation", "forward", "context_tokens")
+_ONE_MEASURE = (
+    "target_sha256", "device", "dtype", "benchmark", "sample_seed", "clip_id", "study", "setting",
+    "layer", "quantity",
+)  # fmt: skip
+
+
+def _refuse_measured_twice(rows: pd.DataFrame, keys: Sequence[str], words: str) -> None:
+    """What was measured of one thing on one machine must not come from two runs.
+
+    Args:
+        rows: of a table whose rows are measurements.
+        keys: what is measured once.
+        words: names it, with columns of the row in braces.
+    """
+    twice = rows.duplicated(list(keys), keep=False)
     if twice.any():
-        first = costs.loc[twice].iloc[0]
-        runs = sorted(set(costs.loc[twice, "run_id"]))
+        first = rows.loc[twice].iloc[0]
+        runs = sorted(set(rows.loc[twice, "run_id"]))
         raise InputError(
-            f"costs of {first['shape']} on {first['device']} are in several runs {runs[:3]}: give one"
+            f"{words.format(**first)} on {first['device']} are in several runs {runs[:3]}: give one"
         )
 
 
@@ -204,9 +218,10 @@ def records_from_frames(
         raise InputError(f"records: unknown tables {unknown}, allowed are {list(names)}")
     full = {name: frames.get(name, empty_records(schema)) for name, schema in names.items()}
     _refuse_decoded_twice(full["generations"])
-    _refuse_measured_twice(full["costs"])
-    generations, cycles, anchors, training, costs = (full[schema.name] for schema in TABLES)
-    return Records(generations, cycles, anchors, training, costs, status, source)
+    _refuse_measured_twice(full[COSTS.name], _ONE_COST, "costs of {shape}")
+    _refuse_measured_twice(full[MEASURES.name], _ONE_MEASURE, "measures of clip {clip_id}")
+    generations, cycles, anchors, training, costs, measures = (full[s.name] for s in TABLES)
+    return Records(generations, cycles, anchors, training, costs, measures, status, source)
 
 
 def arm_names(facts: pd.DataFrame) -> list[str]:
