@@ -426,7 +426,7 @@ def test_a_missing_folder_stops_the_run_not_the_plan(runs, tmp_path, monkeypatch
 def test_what_computes_on_the_targets_device_takes_one(runs, monkeypatch, tmp_path):
     monkeypatch.setenv("VFLASH_TARGET", str(tmp_path))
     monkeypatch.setenv("VFLASH_DATA", str(tmp_path))
-    taking = {"target", "continuations", "drafter", "decode", "cost"}
+    taking = {"target", "continuations", "drafter", "decode", "cost", "layers"}
     for profile, device in (("smoke", "cpu"), ("h100", "cuda")):
         for shard in stages.plan(profile):
             expected = device if shard.stage in taking else ""

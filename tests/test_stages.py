@@ -91,7 +91,7 @@ def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
 
 def test_all_clips_decodes_more_and_trains_nothing_again(runs):
     few, all_ = stages.plan("pocket"), stages.plan("pocket", all_clips=True)
-    same = {"environment", "clips", "target", "continuations", "drafter", "cost"}
+    same = {"environment", "clips", "target", "continuations", "drafter", "cost", "layers"}
     for one, other in zip(few, all_, strict=True):
         assert (one.run_id == other.run_id) == (one.stage in same), one.name
     decode = next(shard for shard in all_ if shard.stage == "decode")

@@ -44,7 +44,7 @@ SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
 
 TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
-STAGES = ("target", "drafter", "decode", "cost")  # whose results are tracked
+STAGES = ("target", "drafter", "decode", "cost", "layers")  # whose results are tracked
 TARGET_GATES = ("gates.csv", "kinds.csv")
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 README = paths.ROOT / "README.md"

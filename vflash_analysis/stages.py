@@ -154,6 +154,14 @@ STAGES = {
             beside=("decode",),
         ),
         Stage(
+            "layers",
+            "70_show_what_the_drafter_reads.ipynb",
+            (*_TARGET, *_READING, "layers", "clips.on_bad_clip"),
+            ("clips", "target"),
+            ("measures.parquet",),
+            falls_back=True,
+        ),
+        Stage(
             "speedup",
             "60_compare_speedup.ipynb",
             ("bootstrap_samples",),
@@ -253,6 +261,7 @@ def _shard_parameters(
             shards.append(("decode", {"benchmark": benchmark, "sample_seed": sample_seed}))
     shards += [
         ("cost", {}),
+        ("layers", {}),
         ("speedup", {}),
         ("acceptance", {}),
         ("ablations", {"ablation": ablation}),

@@ -20,6 +20,9 @@ from vflash_analysis.schemas import (
     COSTS,
     CYCLES,
     GENERATIONS,
+    LAYERS_STUDY,
+    MEASURES,
+    NO_LAYER,
     ROW_KEY,
     SCHEMAS,
     TRAINING,
@@ -349,6 +352,42 @@ def cost_rows(
     return pd.DataFrame(rows)[list(COSTS.columns)]
 
 
+def measure_rows(
+    benchmarks: tuple[str, ...] = BENCHMARKS, n_clips: int = 2, n_layers: int = 3
+) -> pd.DataFrame:
+    """MEASURES of the study of layers: the video's share falls with the layer, its need too."""
+    shared = {"run_id": "r1", "target": "pocket", "target_sha256": "a" * 64, "device": DEVICE}
+    shared |= {"dtype": "float32", "sample_seed": 0, "study": LAYERS_STUDY, "setting": ""}
+    rows = []
+    for benchmark in benchmarks:
+        for clip in range(n_clips):
+            wobble = float(np.random.default_rng([5, clip, *benchmark.encode()]).normal(0, 0.01))
+            found = [("visual_positions", NO_LAYER, 8.0, 10.0)]
+            for layer in range(n_layers):
+                visual = 0.7 - 0.1 * layer + wobble
+                for query in ("attention", "end_attention"):
+                    found.append((f"{query}_visual", layer, visual, 1.0))
+                    found.append((f"{query}_instruction", layer, 0.9 - visual, 1.0))
+                    found.append((f"{query}_text", layer, 0.1, 1.0))
+                found.append(("attention_visual_max_head", layer, visual + 0.1, 1.0))
+                for kind, count in (("visual", 8.0), ("text", 4.0)):
+                    step = (0.9 + 0.02 * layer + wobble) * count
+                    found.append((f"step_similarity_{kind}", layer, step, count))
+                    found.append((f"input_similarity_{kind}", layer, step / (layer + 1), count))
+            for layer in (NO_LAYER, *range(n_layers + 1)):
+                kept = 1.0 if layer == NO_LAYER else layer / n_layers
+                found.append(("static_accuracy", layer, 18 * kept, 20.0))
+                found.append(("dynamic_accuracy", layer, 8 * kept, 10.0 + clip))
+                if layer != NO_LAYER:
+                    found.append(("agreement", layer, 30 + 20 * kept, 50.0))
+            place = {"benchmark": benchmark, "clip_id": f"{benchmark}-{clip:02d}"}
+            place["video_sha256"] = f"sha-{benchmark}-{clip}"
+            for quantity, layer, total, count in found:
+                row = {"quantity": quantity, "layer": layer, "total": total, "count": count}
+                rows.append(blank_row(MEASURES) | shared | place | row)
+    return pd.DataFrame(rows)[list(MEASURES.columns)]
+
+
 def write_synthetic(
     folder: Path,
     arms: tuple[str, ...] = tuple(STRENGTH),
@@ -358,7 +397,7 @@ def write_synthetic(
     n_clips: int = 4,
     n_anchors: int = 20,
 ) -> Path:
-    """Writes the five record files of a synthetic place and returns the folder."""
+    """Writes the six record files of a synthetic place and returns the folder."""
     generations, cycles = decode_rows(arms, seeds, budgets, sizes, n_clips)
     write_records(folder / "generations.parquet", generations, GENERATIONS)
     write_records(folder / "cycles.parquet", cycles, CYCLES)
@@ -366,6 +405,7 @@ def write_synthetic(
     write_records(folder / "anchors.parquet", anchors, ANCHORS)
     write_records(folder / "training.parquet", training_rows(arms, seeds, budgets, sizes), TRAINING)
     write_records(folder / "costs.parquet", cost_rows(), COSTS)
+    write_records(folder / "measures.parquet", measure_rows(), MEASURES)
     return folder
 
 

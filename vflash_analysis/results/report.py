@@ -21,6 +21,8 @@ from vflash_analysis.results.cost_figures import cost_figure, cycle_figure
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.cycle_time import cycle_frame
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
+from vflash_analysis.results.layer_figures import attention_figure, similarity_figure
+from vflash_analysis.results.layers import attention_frame, similarity_frame
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import Records, load_records, some_names
 from vflash_analysis.results.style import save_figure
@@ -51,6 +53,8 @@ FIGURE_OF_TABLE: dict[str, tuple[str, MakeFigure]] = {
 FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
     "F4_acceptance_by_position": (acceptance_frame, acceptance_figure),
     "F5_training": (lambda records, boot: training_frame(records), training_figure),
+    "F7_visual_attention": (attention_frame, attention_figure),
+    "F8_layer_similarity": (similarity_frame, similarity_figure),
     "F10_cycle_time": (cycle_frame, cycle_figure),
 }
 

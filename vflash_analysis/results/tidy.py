@@ -110,6 +110,21 @@ QUANTITIES: Mapping[str, str] = {
     "train_s": "training time",
     "paired_difference": "paired difference",
     "paired_difference_t": "paired difference, t over seeds",
+    "attention_visual": "attention of the last instruction token on the video",
+    "attention_instruction": "attention of the last instruction token on the instruction",
+    "attention_text": "attention of the last instruction token on the template",
+    "attention_visual_max_head": "on the video, the head with most",
+    "end_attention_visual": "attention of the last prompt token on the video",
+    "end_attention_instruction": "attention of the last prompt token on the instruction",
+    "end_attention_text": "attention of the last prompt token on the template",
+    "visual_positions": "video's share of positions",
+    "static_accuracy": "static attributes told right",
+    "dynamic_accuracy": "motion and events told right",
+    "agreement": "agreement with the target's own text",
+    "step_similarity_visual": "cosine over a layer, visual positions",
+    "step_similarity_text": "cosine over a layer, other positions",
+    "input_similarity_visual": "cosine with the embedding, visual positions",
+    "input_similarity_text": "cosine with the embedding, other positions",
 }
 
 
