@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -34,12 +34,14 @@ from vflash_analysis.schemas import (
     COSTS,
     CYCLES,
     GENERATIONS,
+    MEASURES,
+    STUDIES,
     TRAINING,
     Schema,
 )
 from vflash_analysis.strict import read_json
 
-TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS)
+TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS, MEASURES)
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Records:
         stale: shards reused though their code or inputs have changed.
         as_tracked: whether it is a run of the tracked profile without changed settings, so that
             tracked rows may stand beside its own.
+        studies: records of STUDIES, which are never pooled with these.
     """
 
     generations: pd.DataFrame
@@ -60,11 +63,17 @@ class Records:
     anchors: pd.DataFrame
     training: pd.DataFrame
     costs: pd.DataFrame
+    measures: pd.DataFrame
     status: str
     source: str
     lacking: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
     as_tracked: bool = False
+    studies: Mapping[str, Records] = field(default_factory=dict)
+
+    def study(self, name: str) -> Records:
+        """Records of one of STUDIES; empty ones where it was not measured."""
+        return self.studies.get(name) or records_from_frames({}, self.source, self.status)
 
 
 def some_names(names: Sequence[str], most: int = 3) -> str:
@@ -100,8 +109,8 @@ def _making_anew(path: Path) -> Iterator[None]:
 def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
     """A drafter's decode of a clip must not come from two runs (a stale one beside a new one)."""
     keys = [
-        "device", "dtype", "benchmark", "sample_seed", "clip_id", "method", "drafter_sha256",
-        "setting", "repeat",
+        "device", "dtype", "benchmark", "sample_seed", "clip_id", "frames_requested", "method",
+        "drafter_sha256", "setting", "repeat",
     ]  # fmt: skip
     drafted = generations.loc[generations["drafter_sha256"] != ""]
     twice = drafted.duplicated(keys, keep=False)
@@ -175,7 +184,30 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
     }
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
     found = records_from_frames(frames, source, STORED if folders is None else MEASURED)
-    return replace(found, as_tracked=folders is not None and all(map(_as_tracked, paths)))
+    if folders is None:
+        return replace(found, studies=tracked_studies())
+    return replace(found, as_tracked=all(map(_as_tracked, paths)))
+
+
+def tracked_studies() -> dict[str, Records]:
+    """Those of STUDIES whose records are tracked, marked stored."""
+    places = {name: TRACKED_RECORDS / name for name in STUDIES}
+    return {
+        name: replace(load_records([place]), status=STORED)
+        for name, place in places.items()
+        if place.is_dir()
+    }
+
+
+def study_records(name: str, folder: Path | None) -> Records:
+    """One of STUDIES as its notebook shows it: that of a finished stage, None for the tracked one."""
+    if folder is None:
+        found = load_records()
+        return replace(found, studies={n: s for n, s in found.studies.items() if n == name})
+    study = load_records([folder])
+    return replace(
+        records_from_frames({}, study.source), as_tracked=study.as_tracked, studies={name: study}
+    )
 
 
 def _as_tracked(folder: Path) -> bool:
@@ -205,8 +237,8 @@ def records_from_frames(
     full = {name: frames.get(name, empty_records(schema)) for name, schema in names.items()}
     _refuse_decoded_twice(full["generations"])
     _refuse_measured_twice(full["costs"])
-    generations, cycles, anchors, training, costs = (full[schema.name] for schema in TABLES)
-    return Records(generations, cycles, anchors, training, costs, status, source)
+    generations, cycles, anchors, training, costs, measures = (full[s.name] for s in TABLES)
+    return Records(generations, cycles, anchors, training, costs, measures, status, source)
 
 
 def arm_names(facts: pd.DataFrame) -> list[str]:
@@ -232,7 +264,7 @@ def drafter_facts(records: Records) -> pd.DataFrame:
     """One row per trained drafter: sha256, arm, train_seed, steps, training_clips, compute."""
     columns = [
         "drafter_sha256", "objective", "train_seed", "steps", "training_clips",
-        "forward_equivalents", "revealed_weight", "anchors_per_clip",
+        "forward_equivalents", "revealed_weight", "anchors_per_clip", "variant",
     ]  # fmt: skip
     both = [
         frame.loc[frame["setting"] == "", columns]

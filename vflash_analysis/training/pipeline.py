@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,12 @@ def tapped_layers(target: Target, settings: Profile) -> tuple[int, ...]:
     return tuple(default_tap_layers(target.num_layers, settings.drafter.num_tapped_layers))
 
 
+def stored_layers(target: Target, settings: Profile) -> tuple[int, ...]:
+    """Layers whose states are stored: all that one of `config.tapped_counts` reads."""
+    counts = config.tapped_counts(settings)
+    return tuple(sorted({i for n in counts for i in default_tap_layers(target.num_layers, n)}))
+
+
 def clips_of(settings: Profile, clips_folder: Path, name: str) -> list[Clip]:
     """The clips of one of LISTS; "suites" are those at whose anchors drafters are scored."""
     if name != "suites":
@@ -140,7 +146,7 @@ def collect_lists(
     options: dict[str, Any] = {
         "num_frames": settings.clips.num_frames,
         "max_new_tokens": settings.continuations.max_new_tokens,
-        "tap_layer_ids": tapped_layers(target, settings),
+        "tap_layer_ids": stored_layers(target, settings),
         "on_bad_clip": settings.clips.on_bad_clip,
         "store_states": settings.continuations.states == "stored",
     }
@@ -191,19 +197,44 @@ def show_gates(folder: Path) -> pd.DataFrame:
 
 
 @contextlib.contextmanager
+def sources(
+    target: Target, settings: Profile, groups: Mapping[Path, tuple[int, list[Clip]]]
+) -> Iterator[list[ContinuationSource]]:
+    """Texts with their states: from disk, or recomputed by the target.
+
+    Args:
+        target: that wrote them.
+        settings: the profile.
+        groups: folder of texts -> frames they are about, and their clips.
+    """
+    taps = tapped_layers(target, settings)
+    if settings.continuations.states == "stored":
+        yield [ContinuationSet(folder, taps) for folder in groups]
+        return
+    with contextlib.ExitStack() as opened:
+        reader = opened.enter_context(open_reader(settings.clips))
+        found: list[ContinuationSource] = []
+        for folder, (num_frames, clips) in groups.items():
+            ahead = ReadAhead(frame_reader(clips, reader, num_frames))
+            frames = opened.enter_context(contextlib.closing(ahead))
+            found.append(OnlineContinuations(folder, target, frames, taps))
+        yield found
+
+
+def mixed_precision(target: Target) -> str:
+    """How a drafter of this target is trained: `train`'s argument."""
+    return "bf16" if target.dtype == torch.bfloat16 else "no"
+
+
+@contextlib.contextmanager
 def continuations(
     target: Target, settings: Profile, clips_folder: Path, folder: Path, name: str
 ) -> Iterator[ContinuationSource]:
-    """The texts of one list with their states: from disk, or recomputed by the target."""
-    if settings.continuations.states == "stored":
-        yield ContinuationSet(folder / name)
-        return
+    """The texts of one of LISTS with their states."""
     clips = clips_of(settings, clips_folder, name)
-    with open_reader(settings.clips) as reader:
-        read = frame_reader(clips, reader, settings.clips.num_frames)
-        with contextlib.closing(ReadAhead(read)) as frames:
-            taps = tapped_layers(target, settings)
-            yield OnlineContinuations(folder / name, target, frames, taps)
+    groups = {folder / name: (settings.clips.num_frames, clips)}
+    with sources(target, settings, groups) as found:
+        yield found[0]
 
 
 def train_drafter(
@@ -220,7 +251,7 @@ def train_drafter(
         target: the frozen target.
         settings: the profile.
         key: arm, seed (of initial weights, clip order and anchors), steps (with their own full
-            schedule) and number of training clips.
+            schedule), number of training clips, and the one setting that differs, if any.
         clips_folder: results of the clips stage.
         continuations_folder: results of the continuations stage.
         out_folder: this stage's folder.
@@ -228,7 +259,13 @@ def train_drafter(
     Returns:
         The drafter's folder.
     """
+    settings = config.with_variant(settings, key.variant)
     if settings.drafter.source:
+        if key.variant:
+            raise InputError(
+                f"variant: found {key.variant!r}, allowed with drafter.source: none, as that drafter "
+                "is trained"
+            )
         given = config.paths.ROOT / settings.drafter.source / key.arm
         load_drafter(given, target)  # refuses another target's drafter before it is copied
         shutil.copytree(given, out_folder / "drafter", dirs_exist_ok=True)
@@ -246,13 +283,15 @@ def train_drafter(
             config.arm_settings(settings.training, key),
             out_folder,
             validation=held,
-            mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no",
+            variant=key.variant,
+            mixed_precision=mixed_precision(target),
         )
 
 
 def score_drafter(
     target: Target,
     settings: Profile,
+    key: DrafterKey,
     clips_folder: Path,
     continuations_folder: Path,
     out_folder: Path,
@@ -260,7 +299,8 @@ def score_drafter(
     """Score the stage's drafter at every anchor of the suites' texts; writes anchors.parquet."""
     folder = out_folder / "drafter"
     drafter = load_drafter(folder, target)
-    facts: dict[str, Any] = drafter_facts(drafter, drafter_sha256(folder))
+    settings = config.with_variant(settings, key.variant)
+    facts = drafter_facts(drafter, drafter_sha256(folder)) | {"variant": key.variant}
     with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
         rows = evaluate_anchors(drafter, target_pieces(target), data, facts)
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)

@@ -14,6 +14,7 @@ import hashlib
 import math
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,9 +39,10 @@ from vflash_analysis.strict import read_json
 from vflash_analysis.workers import worker_pool
 
 NUM_FRAMES = 9
+LENGTHS = (2, 4, 9, 20, 45, 100)  # frames of the clips that the target of many lengths learns from
+LONGEST = 2048  # its positions
 IMAGE_SIZE, PATCH_SIZE = 64, 8  # pixels
 GRID = IMAGE_SIZE // PATCH_SIZE
-VIDEO_TOKENS = NUM_FRAMES * (GRID // 2) ** 2 + 1
 VOCABULARY_ROWS = 640
 LOG_EVERY, CHECKPOINT_EVERY = 50, 250  # steps
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
@@ -77,22 +79,27 @@ class Pool:
     questions: list[str]
     answers: list[str]
 
+    @property
+    def video_tokens(self) -> int:
+        """Placeholders of one clip: its cells and the newline."""
+        return self.frames.shape[1] * (GRID // 2) ** 2 + 1
+
 
 def _draw(
-    job: tuple[str, str, int, int, int],
+    job: tuple[str, str, range, int],
 ) -> tuple[list[np.ndarray], list[list[str]]]:
-    """Draw scenes start, start + step, ... of a split and family: a pool's four arrays and its two
-    texts."""
-    split, family, count, start, step = job
+    """Draw some of the scenes of a split and family, in a number of frames: a pool's four arrays
+    and its two texts."""
+    split, family, wanted, num_frames = job
     torch.set_num_threads(1)
     source, out = pocket.scenes(split, family), []
-    for index in range(count):
+    for index in range(wanted.stop):
         scene = next(source)
-        if index % step != start:
+        if index not in wanted:
             continue
         rng = np.random.default_rng([7, pocket.FAMILIES.index(family), index])
         width, height = pocket.SIZES[rng.integers(len(pocket.SIZES))]
-        times = (np.arange(NUM_FRAMES) + 0.5 + rng.uniform(-0.1, 0.1)) / NUM_FRAMES
+        times = (np.arange(num_frames) + 0.5 + rng.uniform(-0.1, 0.1)) / num_frames
         pictures, under = pocket.render(scene, times, width, height, rng)
         planes = torch.from_numpy(pictures).permute(0, 3, 1, 2).float()
         small = F.interpolate(planes, (IMAGE_SIZE, IMAGE_SIZE), mode="bicubic", antialias=True)
@@ -133,11 +140,13 @@ def _patch_labels(under: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, offsets
 
 
-def draw_pool(split: str, scenes_per_family: int) -> Pool:
-    """Draw the first scenes of each family of a split, the families mixed evenly."""
+def draw_pool(
+    split: str, scenes_per_family: int, num_frames: int = NUM_FRAMES, first: int = 0
+) -> Pool:
+    """Draw scenes of each family of a split from the `first` on, the families mixed evenly."""
     n = 2  # parts of a family; another number would mix the scenes in another order
     jobs = [
-        (split, family, scenes_per_family, start, n)
+        (split, family, range(first + start, first + scenes_per_family, n), num_frames)
         for family in pocket.FAMILIES
         for start in range(n)
     ]
@@ -466,29 +475,27 @@ def tower_features(
     return torch.cat(out)
 
 
-def encode_examples(
-    tokenizer: PreTrainedTokenizerFast, questions: list[str], answers: list[str]
-) -> list[tuple[list[int], int]]:
+def encode_examples(tokenizer: PreTrainedTokenizerFast, pool: Pool) -> list[tuple[list[int], int]]:
     """Token ids of prompt, answer and stop token with the video's placeholders in place, and where
     the answer starts."""
     prompts: dict[str, list[int]] = {}
-    for asked in sorted(set(questions)):
+    for asked in sorted(set(pool.questions)):
         message = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": asked}]}
         text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-        text = text.replace("<video>", "<video>" * VIDEO_TOKENS)
+        text = text.replace("<video>", "<video>" * pool.video_tokens)
         prompts[asked] = tokenizer(text, add_special_tokens=False)["input_ids"]
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    texts = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    texts = tokenizer(pool.answers, add_special_tokens=False)["input_ids"]
     return [
         (prompts[q] + text + [stop], len(prompts[q]))
-        for q, text in zip(questions, texts, strict=True)
+        for q, text in zip(pool.questions, texts, strict=True)
     ]
 
 
 def train_captions(
     model: LlavaOnevisionForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
-    pool: Pool,
+    pools: Sequence[Pool],
     steps: int,
     batch: int = 32,
     learning_rate: float = 1.5e-3,
@@ -503,6 +510,8 @@ def train_captions(
     misreads at the video positions of the middle layer. Sequences are padded to a multiple of 32.
 
     Args:
+        pools: steps take turns among them; each holds clips of one number of frames.
+        batch: clips a step of NUM_FRAMES frames; of longer ones as many as have those tokens.
         checkpoint: written every 250 steps; one that is there is gone on from.
 
     Returns:
@@ -510,8 +519,8 @@ def train_captions(
             seconds.
     """
     inner = model.model
-    examples = encode_examples(tokenizer, pool.questions, pool.answers)
-    features = tower_features(model, pool.frames)
+    encoded = [encode_examples(tokenizer, pool) for pool in pools]
+    seen = [tower_features(model, pool.frames) for pool in pools]
     torch.manual_seed(seed)
     head = DenseHead(inner.config.text_config.hidden_size, moving=True)
     middle: list[Tensor] = []
@@ -530,10 +539,13 @@ def train_captions(
         rows, first_step, before_s = state["rows"], state["step"], state["seconds"]
     start, logged = time.perf_counter(), []
     for step in range(first_step, steps):
-        picked = _picked(step, batch, len(examples), seed)
+        turn = step % len(pools)
+        pool, examples, features = pools[turn], encoded[turn], seen[turn]
+        clips = min(batch, max(1, batch * NUM_FRAMES // pool.frames.shape[1]))
+        picked = _picked(step // len(pools), clips, len(examples), seed)
         length = -(-max(len(examples[i][0]) for i in picked) // 32) * 32
-        ids = torch.full((batch, length), tokenizer.pad_token_id)
-        answered = torch.zeros((batch, length), dtype=torch.bool)
+        ids = torch.full((clips, length), tokenizer.pad_token_id)
+        answered = torch.zeros((clips, length), dtype=torch.bool)
         for row, i in enumerate(picked):
             tokens, begin = examples[i]
             ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -545,15 +557,16 @@ def train_captions(
         middle.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             video = inner.apply_pooling(inner.multi_modal_projector(features[picked].flatten(0, 1)))
-            video = video.reshape(batch, VIDEO_TOKENS - 1, -1)
+            video = video.reshape(clips, pool.video_tokens - 1, -1)
             words = inner.get_input_embeddings()(ids)
-            newline = inner.image_newline.expand(batch, 1, -1)
+            newline = inner.image_newline.expand(clips, 1, -1)
             embeds = torch.cat(
-                [words[:, :first], video, newline, words[:, first + VIDEO_TOKENS :]], dim=1
+                [words[:, :first], video, newline, words[:, first + pool.video_tokens :]], dim=1
             )  # (B, S, H)
             out = inner.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
             logits = model.lm_head(out[:, :-1][answered[:, 1:]]).float()  # (N, V)
-            places = middle[0][:, first : first + VIDEO_TOKENS - 1].unflatten(1, (NUM_FRAMES, -1))
+            places = middle[0][:, first : first + pool.video_tokens - 1]
+            places = places.unflatten(1, (pool.frames.shape[1], -1))  # (B, T, cells, H)
             dense, _ = head.loss(places, labels)
         wanted = ids[:, 1:][answered[:, 1:]]
         text = F.cross_entropy(logits, wanted)
@@ -666,11 +679,53 @@ def retrain(
         state = {"model": model.state_dict(), "rows": tower}
         replace_atomically(tower_file, partial(torch.save, state))
     captions = train_captions(
-        model, tokenizer, pool, caption_steps, checkpoint=work / "captions.pt"
+        model, tokenizer, [pool], caption_steps, checkpoint=work / "captions.pt"
     )
     save_target(model, tokenizer, work / "target")
     facts = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     record = {**settings, **facts, "tower": tower, "captions": captions}
+    write_json_atomic(work / "target" / "training_record.json", record)
+    if out_folder.exists():
+        out_folder.rename(work / "before")
+    (work / "target").rename(out_folder)
+    shutil.rmtree(work)
+
+
+def retrain_lengths(
+    base_folder: Path, out_folder: Path, steps: int = 2000, learning_rate: float = 6e-4
+) -> None:
+    """Go on training a pocket target on clips of LENGTHS frames; its vision tower stays.
+
+    What is done is kept in `<out_folder>-work`, as `retrain` does.
+    """
+    work = out_folder.with_name(out_folder.name + "-work")
+    work.mkdir(parents=True, exist_ok=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base_folder)
+    tokenizer.model_max_length = LONGEST
+    model = LlavaOnevisionForConditionalGeneration.from_pretrained(base_folder, dtype=torch.float32)
+    model.config.text_config.max_position_embeddings = LONGEST
+    first, pools = 0, []
+    for num_frames in LENGTHS:
+        scenes = min(800, 8000 // num_frames)  # of each family
+        pools.append(draw_pool("target_training", scenes, num_frames, first))
+        first += scenes
+    rows = train_captions(
+        model,
+        tokenizer,
+        pools,
+        steps,
+        learning_rate=learning_rate,
+        checkpoint=work / "captions.pt",
+    )
+    save_target(model, tokenizer, work / "target")
+    record = {
+        "scenes": [len(pool.answers) for pool in pools],
+        "frames": list(LENGTHS),
+        "caption_steps": steps,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "captions": rows,
+    }
     write_json_atomic(work / "target" / "training_record.json", record)
     if out_folder.exists():
         out_folder.rename(work / "before")
