@@ -3,7 +3,7 @@
 target = open_target(settings, stage.input("target"))
 collect_lists(settings, target_folder, clips_folder, out_folder)
 train_drafter(target, settings, key, ...)
-score_drafter(target, settings, continuations_folder, out_folder)
+score_drafter(target, settings, key, ...)
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from vflash_analysis.training.evaluate import (
     evaluate_anchors,
 )
 from vflash_analysis.training.loop import train
+from vflash_analysis.training.pocket_model import build_model, save_target, train_tokenizer
 from vflash_analysis.training.read_ahead import ReadAhead
 from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
 
@@ -65,6 +66,9 @@ def weights_folder(settings: Profile, target_folder: Path) -> Path:
 def retrain_target(settings: Profile) -> None:
     """Train the pocket target anew into the profile's folder, an hour on two cores; resumes.
 
+    Then the target of many lengths, which goes on from it, where `lengths.target` names another
+    folder.
+
     Raises:
         InputError: the profile's target is not one that this suite trains.
     """
@@ -74,16 +78,21 @@ def retrain_target(settings: Profile) -> None:
             f"and clips.source {settings.clips.source!r}, allowed: generated clips and a target "
             "folder of the checkout"
         )
-    scenes = settings.clips.target_training_clips // len(pocket.FAMILIES)
-    pocket_target.retrain(config.target_folder(settings.target), scenes)
+    base = config.target_folder(settings.target)
+    lengths = config.paths.ROOT / (settings.lengths.target or settings.target.source)
+    if lengths == base or not pocket_target.work_folder(lengths).exists():  # else it is trained
+        scenes = settings.clips.target_training_clips // len(pocket.FAMILIES)
+        pocket_target.retrain(base, scenes)
+    if lengths != base:
+        pocket_target.retrain_lengths(base, lengths)
 
 
 def build_untrained(clips: list[Clip], folder: Path, seed: int = 0) -> Path:
     """Write an untrained pocket target whose tokenizer knows the clips' texts; returns its folder."""
     texts = [text for clip in clips for text in (clip.prompt, clip.reference) if text]
-    tokenizer = pocket_target.train_tokenizer(texts)
-    model = pocket_target.build_model(tokenizer, seed, num_hidden_layers=4)
-    pocket_target.save_target(model, tokenizer, folder)
+    tokenizer = train_tokenizer(texts)
+    model = build_model(tokenizer, seed, num_hidden_layers=4)
+    save_target(model, tokenizer, folder)
     return folder
 
 
