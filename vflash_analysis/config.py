@@ -272,6 +272,12 @@ def design_drafters(profile: Profile) -> list[DrafterKey]:
     return [dataclasses.replace(base, variant=variant) for variant in profile.design.variants]
 
 
+def lengths_drafter(profile: Profile) -> DrafterKey:
+    """The drafter of the study of lengths, which that study trains on texts of its own."""
+    own = profile.lengths
+    return DrafterKey("self_reveal", profile.train_seeds[0], own.steps, own.training_clips)
+
+
 def main_drafters(profile: Profile) -> list[DrafterKey]:
     """The drafters that decode: every objective and training seed, on every clip of every seed."""
     training = profile.training

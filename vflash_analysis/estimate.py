@@ -332,7 +332,8 @@ def describe(
 ) -> dict[str, Any] | None:
     """The estimate as rows and lines to print; None for a target that is not built yet.
 
-    Of the studies the drafters of `design.variants` are counted, which take nearly all of it. Hours are told for profiles on CUDA alone: a CPU's peaks are not known here.
+    Of the studies the drafters of `design.variants` are counted. Hours are told for profiles on CUDA
+    alone: a CPU's peaks are not known here.
     """
     target = target_shape(profile)
     if target is None:
@@ -364,6 +365,11 @@ def describe(
         hours = sum(one.gpu_hours for one in estimated)
         name = shapes.shape_name(target, "the target's own shape")
         notes.append(f"{hours:,.0f} GPU hours in all, for {name}")
+        if studies:
+            notes.append(
+                "of the studies the drafters of design.variants are in it; the decodes of both, and "
+                "the texts and the drafter of lengths, are not"
+            )
         notes.append(
             f"hours on one {gpu.name}, estimated: a step reads at {BANDWIDTH_SHARE:.0%} of its "
             f"bandwidth, the rest computes at {COMPUTE_SHARE:.0%} of its peak; prompts of "

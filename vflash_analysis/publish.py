@@ -309,7 +309,10 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         for schema, frame in slimmed(part).items():
             if len(frame) or not place:
                 records.write_records(drafts / place / f"{schema.name}.parquet", frame, schema)
-    size = sum(path.stat().st_size for path in drafts.rglob("*.parquet"))
+    kept = [paths.TRACKED_RECORDS / name for name in STUDIES if name not in measured]
+    size = sum(
+        path.stat().st_size for place in (drafts, *kept) for path in place.rglob("*.parquet")
+    )
     if size > SIZE_LIMIT:
         raise InputError(
             f"publish: records are {size:,} bytes, allowed: {SIZE_LIMIT:,}; see {drafts}"

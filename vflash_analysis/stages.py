@@ -340,6 +340,11 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
         changed = config.with_variant(profile, own["variant"])
         trained = config.arm_settings(changed.training, DrafterKey(**own))
         chosen["training"] = config.to_json(trained)
+    if stage.name == "lengths":
+        chosen["lengths"].pop("target")
+        chosen["drafter"].pop("source")
+        trained = config.arm_settings(profile.training, config.lengths_drafter(profile))
+        chosen["training"] = config.to_json(trained)
     return chosen
 
 

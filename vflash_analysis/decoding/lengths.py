@@ -22,7 +22,7 @@ from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import open_reader, read_list, suite_list
 from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
-from vflash_analysis.config import DrafterKey, Profile
+from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
 from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.environment import device_label
@@ -34,8 +34,6 @@ from vflash_analysis.training import pipeline
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.collect import collect_in_parallel
 from vflash_analysis.training.continuations import (
-    ContinuationSet,
-    ContinuationSource,
     JoinedContinuations,
     collect_continuations,
 )
@@ -43,7 +41,6 @@ from vflash_analysis.training.loop import train
 from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
 
 STUDY = "lengths"
-ARM = "self_reveal"
 
 
 @dataclass(frozen=True)
@@ -125,17 +122,17 @@ def collect(study: Study) -> None:
 
 def train_drafter(study: Study) -> Path:
     """Train the flow drafter on the texts of all lengths; returns its folder. Resumes."""
-    own, settings = study.settings.lengths, study.settings
-    seed = settings.train_seeds[0]
-    key = DrafterKey(ARM, seed, own.steps, own.training_clips)
+    settings, key = study.settings, config.lengths_drafter(study.settings)
     groups = {
         study.folder / "texts" / str(count): (count, clips)
-        for count, clips in by_frames(study.training, own.num_frames).items()
+        for count, clips in by_frames(study.training, settings.lengths.num_frames).items()
     }
     with pipeline.sources(study.target, settings, groups) as sources:
         return train(
             new_drafter(
-                drafter_config(study.target, settings.drafter), seed, device=study.target.device
+                drafter_config(study.target, settings.drafter),
+                key.train_seed,
+                device=study.target.device,
             ),
             target_pieces(study.target),
             JoinedContinuations(sources),
