@@ -21,6 +21,9 @@ from vflash_analysis.schemas import BENCHMARKS, ROW_KEY
 KIND_COLUMNS = ("target", "target_revision", "device", "dtype", "reader", "template_sha256")
 """Rows that differ in one of these are different experiments and are never pooled."""
 
+# A target reads its clips only above these shares (its gates; see `training.gates`).
+TARGET_LIMITS = {"static_accuracy": 0.90, "dynamic_accuracy": 0.75, "ended_share": 0.99}
+
 Combine = Callable[[np.ndarray], np.ndarray]
 _PART_KEYS = ("benchmark", "video", "clip_id", "sample_seed", "train_seed", "anchor_index")
 

@@ -34,8 +34,6 @@ from vflash_analysis.training import pipeline
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.collect import collect_in_parallel
 from vflash_analysis.training.continuations import (
-    ContinuationSet,
-    ContinuationSource,
     JoinedContinuations,
     collect_continuations,
 )
