@@ -55,9 +55,10 @@ def predicted_ratio(totals: np.ndarray) -> np.ndarray:
 
 
 def part_columns(parts: pd.DataFrame) -> list[str]:
-    """The part columns p0, p1, ... of a parts frame, in order."""
+    """The part columns p0, p1, ... of a parts frame in that order, however they stand in it."""
     names = [str(column) for column in parts.columns]
-    return [name for name in names if name.startswith("p") and name[1:].isdigit()]
+    found = [name for name in names if name.startswith("p") and name[1:].isdigit()]
+    return sorted(found, key=lambda name: int(name[1:]))
 
 
 def value_of(parts: pd.DataFrame, combine: Combine) -> float:

@@ -125,7 +125,7 @@ def _draw_seconds(axis: Axes, ours: pd.DataFrame) -> None:
 
 def _handles(paper: bool) -> list[Artist]:
     found: list[Artist] = [
-        Line2D([], [], color=_tone(m, c), ls=line, marker=sign, label=words)  # type: ignore[arg-type]
+        Line2D([], [], color=_tone(m, c), ls=line, marker=sign, label=words)
         for m, c, words, line, sign in _SERIES
     ]
     if paper:
