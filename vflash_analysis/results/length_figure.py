@@ -212,8 +212,8 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
         f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; error bars: "
         "95 % bootstrap over videos. The drafter was trained on texts about clips of all these "
         "lengths. Look at whether the accepted length holds as the prompt grows, and what becomes of "
-        "the speed-up once a verify of many rows and the prefill cost more. Grey: as SPARROW prints "
-        f"them for Qwen2.5-VL-7B on an A800, {label('decode_speedup')}."
+        "the speed-up once a verify of many rows and the prefill cost more. Grey: SPARROW's table "
+        "4, Qwen2.5-VL-7B on an A800."
     )
     handles = _handles(not paper.empty)
     finish(figure, "Decoding by visual length", caption, handles, 3)
