@@ -25,7 +25,13 @@ from vflash_analysis.metrics import (
     usable_cycles,
 )
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
-from vflash_analysis.records import DONE_NAME, MANIFEST_NAME, empty_records, read_records
+from vflash_analysis.records import (
+    DONE_NAME,
+    MANIFEST_NAME,
+    empty_records,
+    read_records,
+    write_records,
+)
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
 from vflash_analysis.schemas import (
     ANCHORS,
@@ -219,6 +225,19 @@ def _as_tracked(folder: Path) -> bool:
         parameters = read_json(path).get("parameters", {})
     changed = set(parameters.get("overrides", {})) - {"clips.clips_per_suite"}  # --all
     return parameters.get("profile") == TRACKED_PROFILE and not changed
+
+
+def write_study(folder: Path, study: Records, names: Sequence[str]) -> None:
+    """Write tables of a study, as the notebook does that shows the tracked one.
+
+    Args:
+        folder: where.
+        study: the records.
+        names: files to write, "<table>.parquet" each.
+    """
+    for schema in TABLES:
+        if f"{schema.name}.parquet" in names:
+            write_records(folder / f"{schema.name}.parquet", getattr(study, schema.name), schema)
 
 
 def records_from_frames(
