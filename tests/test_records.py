@@ -159,6 +159,7 @@ def test_a_row_without_a_column_is_refused():
 def test_an_infinity_is_refused_and_nan_becomes_missing(value):
     row = blank_row(TRAINING) | {
         **dict.fromkeys(("target_sha256", "drafter_sha256", "objective", "setting", "device"), "x"),
+        "variant": "",
         **dict.fromkeys(("train_seed", "steps", "training_clips", "anchors_per_clip", "step"), 1),
         "forward_equivalents": 1.0,
         "revealed_weight": 1.0,

@@ -39,7 +39,9 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="override a setting, as in training.steps=300")
 ]
 AblationOption = Annotated[bool, typer.Option(help="also train every arm at every budget")]
-AllOption = Annotated[bool, typer.Option("--all", help="decode clips_per_suite_all clips")]
+AllOption = Annotated[
+    bool, typer.Option("--all", help="decode clips_per_suite_all clips, and measure the studies")
+]
 StaleOption = Annotated[bool, typer.Option(help="reuse results whose code or inputs have changed")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON line last")]
 
@@ -131,7 +133,7 @@ def plan(
             row["state"] = ("stale" if row["stale"] else "done") if row["done"] else "to do"
         _print_table(rows, ["name", "state", "run_id", "folder"])
     settings = config.load_profile(profile, _overrides(set_))
-    told = estimate.describe(settings, ablation)
+    told = estimate.describe(settings, ablation, all_clips)
     if told and not as_json:
         print()
         shown = [row | {"disk": estimate.size(row["disk_bytes"])} for row in told["stages"]]

@@ -19,7 +19,15 @@ from typing import Annotated, Any, Literal
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
 from vflash_analysis.schemas import BLOCK_SIZE, COMPARISON_METHODS, METHOD_NAMES, TREE_NODES
-from vflash_analysis.strict import Bounds, apply_overrides, build, fits_a_path, read_yaml, shown
+from vflash_analysis.strict import (
+    Bounds,
+    apply_overrides,
+    build,
+    fits_a_path,
+    parse_override,
+    read_yaml,
+    shown,
+)
 
 TINY_TARGET = "tiny"  # `target.source` of a target that the target stage builds untrained
 TRACKED_PROFILE = "pocket"  # whose records, drafters and figures are tracked
@@ -154,6 +162,29 @@ class LayerSettings:
     removal_every: Annotated[int, Bounds(1, 1000)] = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings:
+    """How decoding changes with the number of frames (notebook 63, measured by `--all`)."""
+
+    target: str | None  # folder relative to the checkout; null: the profile's target
+    num_frames: tuple[Annotated[int, Bounds(1, 4096)], ...]  # trained on and decoded at
+    clips_per_suite: Annotated[int, Bounds(1)]  # each decoded at every number of frames
+    training_clips: Annotated[int, Bounds(1)]  # each read at one of them in turn
+    steps: Annotated[int, Bounds(1)]  # of the drafter, trained on these clips
+    methods: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DesignSettings:
+    """One thing changed at a time (notebook 71, measured by `--all`), on the first sample seed."""
+
+    clips_per_suite: Annotated[int, Bounds(1)]
+    methods: tuple[str, ...]  # of the profile's own drafter
+    # settings of `drafter` or `training` as in "drafter.block_size=8", each a drafter trained anew,
+    # which decodes as a chain and as Tree-60
+    variants: tuple[str, ...]
+
+
 Arm = Literal[
     "self_reveal", "mask_only", "true_reveal", "wrong_reveal", "self_reveal_rev0", "mask_only_2x"
 ]
@@ -182,6 +213,8 @@ class Profile:
     decode: DecodeSettings
     cost: CostSettings
     layers: LayerSettings
+    lengths: LengthSettings
+    design: DesignSettings
     ablation: tuple[AblationGroup, ...]
     train_seeds: tuple[int, ...]
     objectives: tuple[Objective, ...]
@@ -207,6 +240,53 @@ class DrafterKey:
     train_seed: int
     steps: int
     training_clips: int
+    variant: str = ""  # the one setting in which it differs from the profile's, "" for none
+
+
+def with_variant(profile: Profile, variant: str) -> Profile:
+    """The profile with the one setting changed in which a drafter differs.
+
+    Raises:
+        InputError: names a setting that is none of a drafter, or a value that it cannot have.
+    """
+    if not variant:
+        return profile
+    name, value = parse_override(variant)
+    section, _, field = name.partition(".")
+    if section not in ("drafter", "training") or field in ("source", "steps", "training_clips"):
+        raise InputError(
+            f"variant: found {shown(variant)}, allowed: one setting of `drafter` or `training` that "
+            'no other parameter sets, as in "drafter.block_size=8"'
+        )
+    _refuse_per_drafter([field] if section == "training" else [])
+    values = to_json(profile)
+    for own in PER_DRAFTER:
+        del values["training"][own]
+    return build_profile(apply_overrides(values, {name: value}))
+
+
+def tapped_counts(profile: Profile) -> list[int]:
+    """How many layers the drafters of a run may read: the profile's number, and its variants'."""
+    varied = (with_variant(profile, variant) for variant in profile.design.variants)
+    counts = {one.drafter.num_tapped_layers for one in (profile, *varied)}
+    return sorted(counts)
+
+
+def design_drafters(profile: Profile) -> list[DrafterKey]:
+    """The drafters that differ from the profile's first one in one setting.
+
+    None where the profile gives its drafters instead of training them.
+    """
+    if profile.drafter.source is not None:
+        return []
+    base = main_drafters(profile)[0]
+    return [dataclasses.replace(base, variant=variant) for variant in profile.design.variants]
+
+
+def lengths_drafter(profile: Profile) -> DrafterKey:
+    """The drafter of the study of lengths, which that study trains on texts of its own."""
+    own = profile.lengths
+    return DrafterKey("self_reveal", profile.train_seeds[0], own.steps, own.training_clips)
 
 
 def main_drafters(profile: Profile) -> list[DrafterKey]:
@@ -300,7 +380,24 @@ def load_profile(name: str, overrides: Mapping[str, Any] | None = None) -> Profi
     profile = build_profile(apply_overrides(read_yaml(path), overrides or {}))
     if profile.name != name:
         raise InputError(f"name: found {profile.name!r} in {name}.yaml, allowed: {name!r}")
+    for variant in profile.design.variants:
+        with_variant(profile, variant)
     return profile
+
+
+def _check_methods(label: str, methods: tuple[str, ...]) -> None:
+    if "ar" not in methods:
+        raise InputError(
+            f'{label}: found {shown(methods)}, allowed: a list with "ar", the baseline of every '
+            "speed-up"
+        )
+    for method in methods:
+        name, colon, _ = method.partition(":")
+        if name not in METHOD_NAMES or (colon and name in COMPARISON_METHODS):
+            raise InputError(
+                f"{label}: found {method!r}, allowed: {', '.join(METHOD_NAMES)}; options after a "
+                "colon where a method has some"
+            )
 
 
 def build_profile(values: Mapping[str, Any]) -> Profile:
@@ -319,18 +416,12 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
         values = {**values, "training": {**training_values, **unset}}
     profile: Profile = build(Profile, values)
     clips, training, drafter = profile.clips, profile.training, profile.drafter
-    if "ar" not in profile.decode.methods:
-        raise InputError(
-            f'decode.methods: found {shown(profile.decode.methods)}, allowed: a list with "ar", '
-            "the baseline of every speed-up"
-        )
-    for method in profile.decode.methods:
-        name, colon, _ = method.partition(":")
-        if name not in METHOD_NAMES or (colon and name in COMPARISON_METHODS):
-            raise InputError(
-                f"decode.methods: found {method!r}, allowed: {', '.join(METHOD_NAMES)}; options "
-                "after a colon where a method has some"
-            )
+    for label, methods in (
+        ("decode.methods", profile.decode.methods),
+        ("lengths.methods", profile.lengths.methods),
+        ("design.methods", profile.design.methods),
+    ):
+        _check_methods(label, methods)
     if clips.clips_per_suite > clips.clips_per_suite_all:
         raise InputError(
             f"clips.clips_per_suite: found {clips.clips_per_suite}, allowed: at most "
@@ -346,7 +437,10 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
             f"clips.training_list: found {shown(clips.training_list)}, allowed: "
             f"{', '.join(corpus_names())}, a file that ends in .jsonl, or null"
         )
-    used = [("training.training_clips", training.training_clips)]
+    used = [
+        ("training.training_clips", training.training_clips),
+        ("lengths.training_clips", profile.lengths.training_clips),
+    ]
     for i, group in enumerate(profile.ablation):
         used.append((f"ablation[{i}].training_clips", max(group.training_clips)))
     for label, number in used:
@@ -355,8 +449,18 @@ def build_profile(values: Mapping[str, Any]) -> Profile:
                 f"{label}: found {number}, allowed: at most clips.training_clips "
                 f"({clips.training_clips})"
             )
+    for label, number in (
+        ("lengths.clips_per_suite", profile.lengths.clips_per_suite),
+        ("design.clips_per_suite", profile.design.clips_per_suite),
+    ):
+        if number > clips.clips_per_suite_all:
+            raise InputError(
+                f"{label}: found {number}, allowed: at most clips.clips_per_suite_all "
+                f"({clips.clips_per_suite_all})"
+            )
     for label, source in (
         ("target.source", profile.target.source),
+        ("lengths.target", profile.lengths.target),
         ("drafter.source", drafter.source),
         ("clips.frozen_lists", clips.frozen_lists),
     ):

@@ -15,6 +15,7 @@ the judging of near ties.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -233,12 +234,15 @@ def estimate_stages(
 
     train_s = 0.0
     for key in drafters:
-        settings = config.arm_settings(profile.training, key)
+        changed = config.with_variant(profile, key.variant)
+        settings = config.arm_settings(changed.training, key)
         validations = math.ceil(settings.steps / settings.evaluate_every)
         visits = settings.steps * settings.clips_per_step
         visits += validations * clips.validation_clips + settings.anchor_clips
         train_s += visits * states_s
-        train_s += settings.steps * _compute_s(drafter_step_work(profile, own, key.arm), gpu)
+        sizes_there = dataclasses.replace(own, drafter=DrafterShape.of(own.target, changed.drafter))
+        work = drafter_step_work(changed, sizes_there, key.arm)
+        train_s += settings.steps * _compute_s(work, gpu)
 
     decode, shards = profile.decode, len(clips.sample_seeds) * len(clips.benchmarks)
     limit = decode.comparison_clips
@@ -323,10 +327,13 @@ def told_parts(parts: dict[str, int]) -> str:
     return ", ".join(f"{name} {size(held)}" for name, held in ranked if held >= least)
 
 
-def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
+def describe(
+    profile: Profile, ablation: bool = False, studies: bool = False
+) -> dict[str, Any] | None:
     """The estimate as rows and lines to print; None for a target that is not built yet.
 
-    Hours are told for profiles on CUDA alone: a CPU's peaks are not known here.
+    Of the studies the drafters of `design.variants` are counted. Hours are told for profiles on CUDA
+    alone: a CPU's peaks are not known here.
     """
     target = target_shape(profile)
     if target is None:
@@ -335,6 +342,8 @@ def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
     drafters = config.main_drafters(profile)
     if ablation:
         drafters = list(dict.fromkeys([*drafters, *config.ablation_drafters(profile)]))
+    if studies:
+        drafters = [*drafters, *config.design_drafters(profile)]
     trained = [] if profile.drafter.source else drafters
     on_gpu = profile.target.device == "cuda"
     estimated = estimate_stages(profile, own, trained, gpu)
@@ -356,6 +365,11 @@ def describe(profile: Profile, ablation: bool = False) -> dict[str, Any] | None:
         hours = sum(one.gpu_hours for one in estimated)
         name = shapes.shape_name(target, "the target's own shape")
         notes.append(f"{hours:,.0f} GPU hours in all, for {name}")
+        if studies:
+            notes.append(
+                "of the studies the drafters of design.variants are in it; the decodes of both, and "
+                "the texts and the drafter of lengths, are not"
+            )
         notes.append(
             f"hours on one {gpu.name}, estimated: a step reads at {BANDWIDTH_SHARE:.0%} of its "
             f"bandwidth, the rest computes at {COMPUTE_SHARE:.0%} of its peak; prompts of "

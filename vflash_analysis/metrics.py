@@ -21,6 +21,9 @@ from vflash_analysis.schemas import BENCHMARKS, ROW_KEY
 KIND_COLUMNS = ("target", "target_revision", "device", "dtype", "reader", "template_sha256")
 """Rows that differ in one of these are different experiments and are never pooled."""
 
+# A target reads its clips only above these shares (its gates; see `training.gates`).
+TARGET_LIMITS = {"static_accuracy": 0.90, "dynamic_accuracy": 0.75, "ended_share": 0.99}
+
 Combine = Callable[[np.ndarray], np.ndarray]
 _PART_KEYS = ("benchmark", "video", "clip_id", "sample_seed", "train_seed", "anchor_index")
 
@@ -52,9 +55,10 @@ def predicted_ratio(totals: np.ndarray) -> np.ndarray:
 
 
 def part_columns(parts: pd.DataFrame) -> list[str]:
-    """The part columns p0, p1, ... of a parts frame, in order."""
+    """The part columns p0, p1, ... of a parts frame in that order, however they stand in it."""
     names = [str(column) for column in parts.columns]
-    return [name for name in names if name.startswith("p") and name[1:].isdigit()]
+    found = [name for name in names if name.startswith("p") and name[1:].isdigit()]
+    return sorted(found, key=lambda name: int(name[1:]))
 
 
 def value_of(parts: pd.DataFrame, combine: Combine) -> float:

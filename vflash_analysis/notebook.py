@@ -26,6 +26,7 @@ from vflash_analysis import config, environment, identity, paths, records, stage
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import FolderLock
+from vflash_analysis.schemas import STUDIES
 from vflash_analysis.stages import STAGES, Shard
 from vflash_analysis.strict import convert, read_json
 
@@ -274,6 +275,7 @@ def open_stage(
         ablation=own.get("ablation", False),
         keep_stale=os.environ.get(STALE_VARIABLE) == "1",
         more_drafters=[DrafterKey(**own)] if name == "drafter" else [],
+        studies=bool({name, *stage.beside} & set(STUDIES)),
     )
     wanted = stages.shard_name(name, {key: own[key] for key in stage.takes})
     by_name = {shard.name: shard for shard in shards}

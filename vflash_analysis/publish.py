@@ -32,9 +32,10 @@ from vflash_analysis.results.sources import (
     final_drafters,
     load_records,
     that_decode,
+    tracked_studies,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
-from vflash_analysis.schemas import ANCHORS, TRAINING
+from vflash_analysis.schemas import ANCHORS, CYCLES, STUDIES, TRAINING, Schema
 from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import read_json
@@ -44,7 +45,7 @@ SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
 
 TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
-STAGES = ("target", "drafter", "decode", "cost", "layers")  # whose results are tracked
+STAGES = ("target", "drafter", "decode", "cost", "layers", *STUDIES)  # whose results are tracked
 TARGET_GATES = ("gates.csv", "kinds.csv")
 LENGTH_SETTINGS = ("", "rounds=2")  # of ANCHORS: one drafter forward, two
 README = paths.ROOT / "README.md"
@@ -61,13 +62,23 @@ def records_of(shards: Sequence[Shard]) -> Records:
     names = {f"{schema.name}.parquet" for schema in TABLES}
     holding = [shard for shard in shards if names & set(shard.outputs)]
     done = [shard for shard in holding if shard.done]
-    if not done:
+    pooled = [shard.folder for shard in done if not _of_study(shard)]
+    if not pooled:
         raise InputError("records: no finished shard has any; vflash run makes them")
+    found = load_records(pooled)
+    studies = tracked_studies() if found.as_tracked else {}
+    studies |= {s.stage: load_records([s.folder]) for s in done if s.stage in STUDIES}
     return replace(
-        load_records([shard.folder for shard in done]),
+        found,
         lacking=tuple(shard.name for shard in holding if shard not in done),
         stale=tuple(shard.name for shard in done if shard.stale),
+        studies=studies,
     )
+
+
+def _of_study(shard: Shard) -> bool:
+    """Whether a shard's records belong to one of STUDIES, whose folder then holds them too."""
+    return shard.stage in STUDIES or (shard.stage == "drafter" and bool(shard.drafter_key.variant))
 
 
 def chosen_records(
@@ -129,6 +140,16 @@ def slim_training(found: Records) -> pd.DataFrame:
     decode = log["drafter_sha256"].isin(that_decode(found))
     last = log["step"] == log.groupby(["drafter_sha256", "setting"])["step"].transform("max")
     return log.loc[decode | (log["setting"] == VALIDATION) | last]
+
+
+def slimmed(found: Records) -> dict[Schema, pd.DataFrame]:
+    """What is tracked of records, by table."""
+    frames = {schema: getattr(found, schema.name) for schema in TABLES}
+    return frames | {
+        CYCLES: slim(found.generations, found.cycles),
+        ANCHORS: slim_anchors(found),
+        TRAINING: slim_training(found),
+    }
 
 
 def with_tracked(found: Records, waiting: Sequence[Shard]) -> Records:
@@ -242,10 +263,10 @@ def tracked_gates(n_samples: int) -> pd.DataFrame:
 
 
 def publish_planned(all_clips: bool, n_samples: int) -> list[Path]:
-    """`publish` of the tracked profile's run, and of what there is of its ablation."""
+    """`publish` of the tracked profile's run, and of what there is of its ablation and studies."""
     shards = stages.plan(TRACKED_PROFILE, all_clips=all_clips)
     planned = {shard.name for shard in shards}
-    whole = stages.plan(TRACKED_PROFILE, ablation=True, all_clips=all_clips)
+    whole = stages.plan(TRACKED_PROFILE, ablation=True, all_clips=all_clips, studies=True)
     return publish(shards, [s for s in whole if s.name not in planned], n_samples)
 
 
@@ -254,7 +275,8 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
 
     Args:
         shards: a plan; those of `STAGES` must be done.
-        compared: the ablation's drafters; of those that are not done the tracked records stay.
+        compared: the ablation's drafters and the studies; of those that are not done the tracked
+            records stay.
         n_samples: bootstrap resamples of the figures, the profile's.
 
     Returns:
@@ -277,16 +299,20 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             raise InputError(f"publish: {reason}; remove that folder and run again")
     check_readme(README)
     found = with_tracked(records_of(taken), waiting)
-    frames = {schema.name: getattr(found, schema.name) for schema in TABLES}
-    frames["cycles"] = slim(frames["generations"], frames["cycles"])
-    frames[ANCHORS.name] = slim_anchors(found)
-    frames[TRAINING.name] = slim_training(found)
+    measured = [shard.stage for shard in taken if shard.stage in STUDIES]
+    parts = {"": found, **{name: found.studies[name] for name in measured}}
     seed = min((s.parameters["train_seed"] for s in shards if s.stage == "drafter"), default=0)
     drafts = paths.RUNS / ".publish"
     written = []
-    for schema in TABLES:
-        records.write_records(drafts / f"{schema.name}.parquet", frames[schema.name], schema)
-    size = sum(path.stat().st_size for path in drafts.glob("*.parquet"))
+    shutil.rmtree(drafts, ignore_errors=True)
+    for place, part in parts.items():
+        for schema, frame in slimmed(part).items():
+            if len(frame) or not place:
+                records.write_records(drafts / place / f"{schema.name}.parquet", frame, schema)
+    kept = [paths.TRACKED_RECORDS / name for name in STUDIES if name not in measured]
+    size = sum(
+        path.stat().st_size for place in (drafts, *kept) for path in place.rglob("*.parquet")
+    )
     if size > SIZE_LIMIT:
         raise InputError(
             f"publish: records are {size:,} bytes, allowed: {SIZE_LIMIT:,}; see {drafts}"
@@ -294,9 +320,9 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
     told = provenance(taken, waiting).to_csv(index=False, lineterminator="\n")
     written.append(paths.TRACKED_RECORDS / RUNS_NAME)
     records.write_text_atomic(written[0], told)
-    for schema in TABLES:
-        target = paths.TRACKED_RECORDS / f"{schema.name}.parquet"
-        draft = drafts / target.name
+    for draft in sorted(drafts.rglob("*.parquet")):
+        target = paths.TRACKED_RECORDS / draft.relative_to(drafts)
+        target.parent.mkdir(parents=True, exist_ok=True)
         records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
     for shard in shards:
@@ -304,7 +330,9 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             target = paths.TRACKED_RECORDS / name
             records.replace_atomically(target, partial(shutil.copyfile, shard.folder / name))
             written.append(target)
-        if shard.stage == "drafter" and shard.parameters["train_seed"] == seed:
+        if shard.stage != "drafter" or shard.drafter_key.variant:
+            continue
+        if shard.parameters["train_seed"] == seed:
             written.append(track_drafter(shard))
     written += build_results(n_samples=n_samples)
     speedups = read_tidy_csv(paths.TRACKED_FIGURES / "T1_speedup.csv")

@@ -21,6 +21,7 @@ ON_FEW_CLIPS = ("lookup", *COMPARISON_METHODS)  # decode `decode.comparison_clip
 BLOCK_SIZE = 16  # most slots of a block: the anchor and 15 masks
 TREE_NODES = 60  # of `tree60`, the anchor not counted
 VERIFY_ROWS = 1 + TREE_NODES  # the most rows one verify appends
+STUDIES = ("lengths", "design")  # decodes that are never pooled with a run's others
 # Name of the paper's target; its "-chat-hf" variant is another one.
 PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
 
@@ -64,6 +65,7 @@ _TRAINED_DRAFTER_FIELDS = {
     "forward_equivalents": pa.float64(),
     "revealed_weight": pa.float64(),
     "anchors_per_clip": pa.int64(),
+    "variant": pa.string(),
     "setting": pa.string(),
 }
 
@@ -154,7 +156,7 @@ after the cut were never judged. `end_s` is seconds since decode start."""
 
 ANCHORS = _schema(
     "anchors",
-    1,
+    2,
     {
         **_TRAINED_DRAFTER_FIELDS,
         "clip_id": pa.string(),
@@ -166,12 +168,13 @@ ANCHORS = _schema(
     },
     {"slot_match": pa.list_(pa.bool_())},
 )
-"""One row per anchor of a fixed AR text. `n_slots` (1..15) slots lie before the text's end, so
+"""One row per anchor of a fixed AR text. `variant` is the one setting in which the drafter differs
+from its profile's, "" for none. `n_slots` (1..15) slots lie before the text's end, so
 the later ones are censored; `slot_match` has n_slots entries."""
 
 TRAINING = _schema(
     "training",
-    1,
+    2,
     {**_TRAINED_DRAFTER_FIELDS, "device": pa.string(), "step": pa.int64(), "loss": pa.float64()},
     {
         "loss_mask": pa.float64(),

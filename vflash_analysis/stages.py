@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from vflash_analysis import config, environment, identity, paths, records
 from vflash_analysis.config import DrafterKey, Profile
 from vflash_analysis.errors import InputError
+from vflash_analysis.schemas import STUDIES
 from vflash_analysis.strict import Bounds, read_json
 
 
@@ -55,6 +56,7 @@ OWN_PARAMETERS: Mapping[str, Any] = {
     "benchmark": str,
     "sample_seed": _SEED,
     "ablation": bool,
+    "variant": str,
 }
 _READING = ("clips.num_frames", "clips.reader")
 _CLIP_LISTS = (
@@ -103,7 +105,6 @@ STAGES = {
                 *_TARGET,
                 *_READING,
                 "continuations",
-                "drafter.num_tapped_layers",
                 "training.anchor_clips",
             ),
             ("clips", "target"),
@@ -124,7 +125,7 @@ STAGES = {
                 "training.parquet",
                 "anchors.parquet",
             ),
-            takes=("arm", "train_seed", "steps", "training_clips"),
+            takes=("arm", "train_seed", "steps", "training_clips", "variant"),
         ),
         Stage(
             "decode",
@@ -133,6 +134,38 @@ STAGES = {
             ("clips", "target", "drafter"),
             ("generations.parquet", "cycles.parquet"),
             takes=("benchmark", "sample_seed"),
+        ),
+        Stage(
+            "lengths",
+            "63_compare_visual_length.ipynb",
+            (
+                *_TARGET,
+                "clips.reader",
+                "clips.on_bad_clip",
+                "lengths",
+                "continuations",
+                "drafter",
+                "training",
+                "decode",
+            ),
+            ("clips", "target"),
+            ("generations.parquet", "cycles.parquet", "measures.parquet", "training.parquet"),
+            falls_back=True,
+        ),
+        Stage(
+            "design",
+            "71_compare_design_choices.ipynb",
+            (
+                *_TARGET,
+                *_READING,
+                "decode",
+                "design.clips_per_suite",
+                "design.methods",
+                "clips.on_bad_clip",
+            ),
+            ("clips", "target", "drafter"),
+            ("generations.parquet", "cycles.parquet", "anchors.parquet", "training.parquet"),
+            falls_back=True,
         ),
         Stage(
             "cost",
@@ -245,7 +278,7 @@ class Shard:
 
 
 def _shard_parameters(
-    profile: Profile, ablation: bool, more_drafters: Sequence[DrafterKey]
+    profile: Profile, ablation: bool, studies: bool, more_drafters: Sequence[DrafterKey]
 ) -> list[tuple[str, dict[str, Any]]]:
     """(stage, own parameters) of every shard, in the order in which they run."""
     shards: list[tuple[str, dict[str, Any]]] = [
@@ -253,12 +286,15 @@ def _shard_parameters(
     ]
     drafters = config.main_drafters(profile)
     compared = config.ablation_drafters(profile) if ablation else []
-    for key in dict.fromkeys([*drafters, *compared, *more_drafters]):
-        config.arm_settings(profile.training, key)  # refuses an unknown arm
+    varied = config.design_drafters(profile) if studies else []
+    for key in dict.fromkeys([*drafters, *compared, *varied, *more_drafters]):
+        changed = config.with_variant(profile, key.variant)
+        config.arm_settings(changed.training, key)  # refuses an unknown arm
         shards.append(("drafter", dataclasses.asdict(key)))
     for sample_seed in profile.clips.sample_seeds:
         for benchmark in profile.clips.benchmarks:
             shards.append(("decode", {"benchmark": benchmark, "sample_seed": sample_seed}))
+    shards += [(name, {}) for name in STUDIES if studies]
     shards += [
         ("cost", {}),
         ("layers", {}),
@@ -271,17 +307,22 @@ def _shard_parameters(
 
 def shard_name(stage: str, own: Mapping[str, Any]) -> str:
     """A shard's name: its stage and own parameters, as in `decode-VDC-0`."""
-    return "-".join([stage, *(str(v) for k, v in own.items() if k != "ablation")])
+    words = (str(value) for key, value in own.items() if key != "ablation" and value != "")
+    return "-".join([stage, *words])
 
 
 def _needed(profile: Profile, stage: Stage, shards: list[Shard]) -> list[Shard]:
     """The shards whose results this one reads."""
     needed = [shard for shard in shards if shard.stage in stage.needs]
-    if stage.name not in ("decode", "acceptance"):
-        return needed
-    wanted = {  # the drafters that decode, not those of the ablation
-        shard_name("drafter", dataclasses.asdict(key)) for key in config.main_drafters(profile)
-    }
+    keys = {shard.drafter_key for shard in needed if shard.stage == "drafter"}
+    main = config.main_drafters(profile)
+    if stage.name == "ablations":
+        keys = {key for key in keys if not key.variant}
+    elif stage.name == "design":
+        keys = {main[0], *config.design_drafters(profile)}
+    else:  # the drafters that decode, not those that are only compared
+        keys = set(main)
+    wanted = {shard_name("drafter", dataclasses.asdict(key)) for key in keys}
     return [s for s in needed if s.stage != "drafter" or s.name in wanted]
 
 
@@ -291,7 +332,7 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
     A drafter's training settings are those its arm makes of the profile's, so that an arm defined
     anew is another run.
     """
-    everything = config.to_json(profile)
+    everything = config.to_json(config.with_variant(profile, own.get("variant", "")))
     chosen: dict[str, Any] = {}
     for name in stage.settings:
         value: Any = everything
@@ -302,9 +343,16 @@ def _chosen_settings(profile: Profile, stage: Stage, own: Mapping[str, Any]) -> 
         chosen["descriptions"] = _descriptions(profile)
     if stage.name == "continuations":
         chosen["trains"] = profile.drafter.source is None
+        chosen["tapped"] = config.tapped_counts(profile)
     if stage.name == "drafter":
         chosen["drafter"].pop("source")
-        trained = config.arm_settings(profile.training, DrafterKey(**own))
+        changed = config.with_variant(profile, own["variant"])
+        trained = config.arm_settings(changed.training, DrafterKey(**own))
+        chosen["training"] = config.to_json(trained)
+    if stage.name == "lengths":
+        chosen["lengths"].pop("target")
+        chosen["drafter"].pop("source")
+        trained = config.arm_settings(profile.training, config.lengths_drafter(profile))
         chosen["training"] = config.to_json(trained)
     return chosen
 
@@ -338,6 +386,8 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path | None]]
         files.append(("target", folder and _checkpoint(folder)))
     elif stage.name == "target" and profile.target.source != config.TINY_TARGET:
         files.append(("target", _checkpoint(config.target_folder(profile.target))))
+    if stage.name == "lengths" and profile.lengths.target is not None:
+        files.append(("lengths_target", _checkpoint(paths.ROOT / profile.lengths.target)))
     if stage.name == "clips" and profile.clips.source == "suites":
         lists = paths.ROOT / (profile.clips.frozen_lists or "")
         if profile.clips.frozen_lists and lists.is_dir():
@@ -376,6 +426,7 @@ def plan(
     all_clips: bool = False,
     keep_stale: bool = False,
     more_drafters: Sequence[DrafterKey] = (),
+    studies: bool = False,
 ) -> list[Shard]:
     """Every shard of a run, in an order in which each comes after what it needs.
 
@@ -383,9 +434,10 @@ def plan(
         profile_name: a file in `data/profiles`.
         overrides: dotted setting to value.
         ablation: also train every arm at every budget.
-        all_clips: decode `clips_per_suite_all` clips per suite and seed.
+        all_clips: decode `clips_per_suite_all` clips per suite and seed, and measure the studies.
         keep_stale: reuse (and mark) finished shards though their code or inputs have changed.
         more_drafters: drafters to train beyond those of the profile.
+        studies: measure STUDIES without decoding more clips.
 
     Raises:
         InputError: a bad setting, or code that does not parse. Files that are not there are
@@ -399,7 +451,8 @@ def plan(
     digests = identity.FileDigests(paths.RUNS / ".digests.json")
     shards: list[Shard] = []
     codes: dict[str, str] = {}
-    for stage_name, own in _shard_parameters(profile, ablation, more_drafters):
+    own_parameters = _shard_parameters(profile, ablation, studies or all_clips, more_drafters)
+    for stage_name, own in own_parameters:
         stage = STAGES[stage_name]
         notebook = paths.NOTEBOOKS / stage.notebook
         if stage_name not in codes:
@@ -441,6 +494,7 @@ def plan(
 _DECIDED_BY = {
     "target": "target.source or VFLASH_TARGET",
     "drafter": "drafter.source",
+    "lengths_target": "lengths.target",
     "training_list": "clips.training_list",
 }
 

@@ -19,7 +19,7 @@ from vflash_analysis.clips.read import ClipError, ClipFrames, ClipInfo
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding import clip as clip_module
 from vflash_analysis.decoding import loop
-from vflash_analysis.decoding.clip import ClipDecoder, ShardFacts, in_turn, select_taps
+from vflash_analysis.decoding.clip import ClipDecoder, ShardFacts, in_turn
 from vflash_analysis.decoding.lossless import LosslessError
 from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
@@ -392,17 +392,6 @@ def test_two_drafters_with_other_taps_share_one_prefill(target, drafters, clips,
         assert len(rows) == 4 and rows.to_dict("records") == own.to_dict("records")
     assert len(both) == 2 * (1 + 2 * 2)
     assert both.loc[both["method"] != "ar", "drafter_sha256"].nunique() == 2
-
-
-def test_select_taps():
-    tapped = torch.arange(12.0).view(2, 6)  # layers 1, 4, 7, two features each
-    assert select_taps(tapped, (1, 4, 7), (1, 4, 7)) is tapped
-    assert select_taps(tapped, (1, 4, 7), (4,)).tolist() == [[2.0, 3.0], [8.0, 9.0]]
-    assert select_taps(tapped, (1, 4, 7), (1, 7)).tolist() == [
-        [0.0, 1.0, 4.0, 5.0],
-        [6.0, 7.0, 10.0, 11.0],
-    ]
-    assert select_taps(tapped, (1, 4, 7), ()) is None
 
 
 def test_a_lossy_loop_fails_the_shard_after_its_tables_are_written(

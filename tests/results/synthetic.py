@@ -56,6 +56,7 @@ def drafter_columns(arm: str, seed: int, steps: int, clips: int) -> dict[str, ob
         "forward_equivalents": COST.get(arm, 7.0) * 12 * 4 * steps,
         "revealed_weight": 0.0 if arm.endswith("_rev0") else 1.0,
         "anchors_per_clip": anchors,
+        "variant": "",
         "setting": "",
     }
 

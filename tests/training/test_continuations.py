@@ -174,7 +174,7 @@ def test_records_and_states_share_one_index(tmp_path: Path) -> None:
     frame = read_records(file, CONTINUATIONS)
     assert frame["clip_id"].tolist() == [c.clip_id for c in some]
     assert set(frame["status"]) == {"ok"} and set(frame["target_sha256"]) == {TARGET.source_sha256}
-    data = ContinuationSet(tmp_path / "out")
+    data = ContinuationSet(tmp_path / "out", TAPS)
     assert len(data) == 4 and data.clip_ids() == [c.clip_id for c in some]
     assert read_states(states_path(tmp_path / "out", some[0].clip_id))[1] == TAPS
     for index, clip in enumerate(some):
@@ -194,7 +194,7 @@ def test_records_and_states_share_one_index(tmp_path: Path) -> None:
 def test_online_states_equal_the_stored_ones(tmp_path: Path) -> None:
     some = clips(tmp_path)
     collect(tmp_path, some)
-    stored = ContinuationSet(tmp_path / "out")
+    stored = ContinuationSet(tmp_path / "out", TAPS)
     read = {c.clip_id: tiny_frames(i, 2) for i, c in enumerate(some)}
     frames = ReadAhead(read.__getitem__)
     online = OnlineContinuations(tmp_path / "out", TARGET, frames, TAPS)
@@ -220,7 +220,7 @@ def test_texts_without_states_feed_training_online(tmp_path: Path) -> None:
     assert reader.paths == []
     frames = ReadAhead(frame_reader(some, reader, NUM_FRAMES))
     online = OnlineContinuations(tmp_path / "out", TARGET, frames, TAPS)
-    assert torch.equal(online[2].input_ids, ContinuationSet(tmp_path / "stored")[2].input_ids)
+    assert torch.equal(online[2].input_ids, ContinuationSet(tmp_path / "stored", TAPS)[2].input_ids)
     assert reader.paths == ["v2.mp4"]
     drafter = tiny_drafter(TARGET, 1, target_layer_ids=TAPS)
     chosen = settings(steps=2, clips_per_step=2)
@@ -238,7 +238,7 @@ def test_bad_clips_are_recorded_and_the_others_kept(tmp_path: Path) -> None:
     assert frame["status"].tolist() == ["ok", "failed", "ok", "ok"]
     assert "no_video_stream" in frame["reason"][1] and frame["input_ids"].isna()[1]
     assert any("suite/1" in line for line in lines)
-    data = ContinuationSet(tmp_path / "out")
+    data = ContinuationSet(tmp_path / "out", TAPS)
     assert len(data) == 3
     with pytest.raises(InputError, match="no_video_stream"):
         collect(tmp_path / "strict", some, on_bad_clip="fail", out_folder=tmp_path / "strict")
@@ -327,7 +327,7 @@ def test_damaged_states_are_named(tmp_path: Path, damage: str) -> None:
         cut = {"half": content[: len(content) // 2], "empty": b"", "longer": content + b"xx"}
         path.write_bytes(cut[damage])
     with pytest.raises(InputError) as error:
-        ContinuationSet(tmp_path / "out")[0]
+        ContinuationSet(tmp_path / "out", TAPS)[0]
     assert str(path) in str(error.value)
 
 
@@ -336,7 +336,7 @@ def test_states_of_another_text_are_refused(tmp_path: Path) -> None:
     one, two = (states_path(tmp_path / "out", f"suite/{i}") for i in (0, 1))
     two.write_bytes(one.read_bytes())  # the prompts differ in length
     with pytest.raises(InputError, match="rows of states"):
-        ContinuationSet(tmp_path / "out")[1]
+        ContinuationSet(tmp_path / "out", TAPS)[1]
 
 
 def test_states_are_stored_in_half_precision(tmp_path: Path) -> None:
@@ -354,5 +354,5 @@ def test_a_clip_named_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_set_reads_each_clip_once_in_memory(tmp_path: Path) -> None:
     collect(tmp_path, clips(tmp_path, 2))
-    kept = ContinuationSet(tmp_path / "out")
+    kept = ContinuationSet(tmp_path / "out", TAPS)
     assert kept[0] is kept[0]

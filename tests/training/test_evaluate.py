@@ -45,6 +45,7 @@ FACTS: dict[str, Any] = {
     "forward_equivalents": 1.0,
     "revealed_weight": 1.0,
     "anchors_per_clip": 1,
+    "variant": "",
 }
 
 

@@ -37,6 +37,8 @@ def test_arguments_reach_the_training(calls: list[tuple[Any, ...]]) -> None:
     assert folders == [Path("c"), Path("k"), Path("o")]
     assert launch.main([*FOLDERS, *more, "--steps", "5", "--training-clips", "2"]) == 0
     assert calls[1][2] == DrafterKey("mask_only", 3, 5, 2)
+    assert launch.main([*FOLDERS, *more, "--variant", "drafter.block_size=8"]) == 0
+    assert calls[2][2].variant == "drafter.block_size=8"
 
 
 @pytest.mark.parametrize(

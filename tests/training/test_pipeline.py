@@ -1,6 +1,7 @@
 """The clips that the training stages take from the lists of notebook 10."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -16,7 +17,7 @@ from vflash_analysis.training import pipeline
 FACTS = {
     "target_sha256": "t", "drafter_sha256": "d", "objective": "mask_only", "train_seed": 0,
     "steps": 4, "training_clips": 2, "forward_equivalents": 1.0, "revealed_weight": 1.0,
-    "anchors_per_clip": 3, "device": "cpu",
+    "anchors_per_clip": 3, "device": "cpu", "variant": "",
 }  # fmt: skip
 ANCHOR_FACTS = {name: value for name, value in FACTS.items() if name != "device"}
 
@@ -78,6 +79,28 @@ def test_only_a_target_of_the_checkout_is_trained_anew(profile, tmp_path, monkey
     settings = config.load_profile(profile, {"clips.target_training_clips": 5})
     with pytest.raises(InputError, match=f"retrain: found profile {profile}"):
         pipeline.retrain_target(settings)
+
+
+def test_retraining_goes_on_with_the_target_of_many_lengths(tmp_path, monkeypatch):
+    calls = []
+    for name in ("retrain", "retrain_lengths"):
+        note = functools.partial(lambda *call: calls.append(call), name)
+        monkeypatch.setattr(pipeline.pocket_target, name, note)
+    settings = config.load_profile("pocket")
+    scenes = settings.clips.target_training_clips // 5
+    monkeypatch.setattr(config.paths, "ROOT", tmp_path)
+    base, lengths = tmp_path / "data/pocket/target", tmp_path / "data/pocket/target_lengths"
+    first, second = ("retrain", base, scenes), ("retrain_lengths", base, lengths)
+    pipeline.retrain_target(settings)
+    assert calls == [first, second]
+    (tmp_path / "data/pocket/target_lengths-work").mkdir(parents=True)  # the first one is trained
+    pipeline.retrain_target(settings)
+    assert calls[2:] == [second]
+    for same in (None, settings.target.source):
+        own = dataclasses.replace(settings.lengths, target=same)
+        calls.clear()
+        pipeline.retrain_target(dataclasses.replace(settings, lengths=own))
+        assert calls == [first]
 
 
 def test_the_curve_has_a_column_of_batches_and_one_of_validation_clips(tmp_path):

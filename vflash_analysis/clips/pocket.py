@@ -395,13 +395,16 @@ def _cover(
     return (slice(top, bottom), slice(left, right)), np.clip(inside + 0.5, 0, 1).astype(np.float32)
 
 
-def write_mp4(path: Path, scene: Scene, rng: np.random.Generator) -> dict[str, float]:
-    """Write a scene as an H.264 MP4 of a drawn size, rate, length and quality. Returns those
-    facts."""
+def write_mp4(
+    path: Path, scene: Scene, rng: np.random.Generator, least_frames: int = 0
+) -> dict[str, float]:
+    """Write a scene as an H.264 MP4 of a drawn size, rate, length and quality; at a higher rate
+    where that gives too few frames. Returns those facts."""
     width, height = SIZES[rng.integers(len(SIZES))]
     rate = int(rng.choice(RATES))
     longer = scene.family in ("MLVU", "LVB")
     duration_s = float(rng.uniform(5, 8) if longer else rng.uniform(2, 3.5))
+    rate = max(rate, math.ceil((least_frames + 1) / duration_s))
     n_frames = round(duration_s * rate)
     pictures, _ = render(scene, (np.arange(n_frames) + 0.5) / n_frames, width, height, rng)
     crf = int(rng.integers(16, 27))
@@ -430,14 +433,16 @@ def _has_all_packets(path: Path) -> bool:
         return False
 
 
-def _make_clip(split: str, seed: int, out_folder: Path, drawn: tuple[str, int, Scene]) -> Clip:
+def _make_clip(
+    split: str, seed: int, out_folder: Path, least_frames: int, drawn: tuple[str, int, Scene]
+) -> Clip:
     """One clip of a family, by its index and scene; see `make_split`."""
     family, index, scene = drawn
     clip_id = f"{split}-{family}-{seed}-{index:04d}"
     path = out_folder / f"{clip_id}.mp4"
     if not _has_all_packets(path):
         key = [seed, list(SPLITS).index(split), FAMILIES.index(family), index]
-        write_mp4(path, scene, np.random.default_rng(key))
+        write_mp4(path, scene, np.random.default_rng(key), least_frames)
     return Clip(
         clip_id=clip_id,
         benchmark=family,
@@ -449,14 +454,16 @@ def _make_clip(split: str, seed: int, out_folder: Path, drawn: tuple[str, int, S
     )
 
 
-def make_split(split: str, clips_per_family: int, out_folder: Path, seed: int = 0) -> list[Clip]:
+def make_split(
+    split: str, clips_per_family: int, out_folder: Path, seed: int = 0, least_frames: int = 0
+) -> list[Clip]:
     """Write the first `clips_per_family` clips of each family of a split as MP4 files and return
     their list.
 
     A file that has all its packets is kept: its name and pictures are functions of (seed, split,
     family, index). Many clips are made by several processes, with the same result.
     """
-    make = partial(_make_clip, split, seed, Path(out_folder))
+    make = partial(_make_clip, split, seed, Path(out_folder), least_frames)
     drawn = (
         (family, index, scene)
         for family in FAMILIES

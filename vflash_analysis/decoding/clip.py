@@ -27,6 +27,7 @@ from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
 from vflash_analysis.model.prompts import read_prompt
+from vflash_analysis.model.taps import select_taps
 from vflash_analysis.model.target import Prefill, Target
 from vflash_analysis.records import blank_row
 from vflash_analysis.schemas import COMPILED, CYCLES, GENERATIONS, VERIFY_ROWS
@@ -53,28 +54,6 @@ class ShardFacts:
     sample_seed: int
     num_frames: int
     on_bad_clip: str = "skip"
-
-
-def select_taps(
-    tapped: torch.Tensor, held: Sequence[int], wanted: Sequence[int]
-) -> torch.Tensor | None:
-    """The states of some of the tapped layers.
-
-    Args:
-        tapped: (P, len(held) * H) states of layers `held`, side by side.
-        held: layer ids in `tapped`.
-        wanted: layer ids to take, all of them in `held`.
-
-    Returns:
-        (P, len(wanted) * H), `tapped` itself where nothing is left out, None for no layers.
-    """
-    if not wanted:
-        return None
-    if tuple(wanted) == tuple(held):
-        return tapped
-    places = [list(held).index(layer_id) for layer_id in wanted]
-    by_layer = tapped.view(tapped.shape[0], len(held), -1)  # (P, layers, H)
-    return by_layer[:, places].flatten(1)
 
 
 def in_turn(planned: Sequence[T], turn: int) -> list[T]:
@@ -277,7 +256,8 @@ class ClipDecoder:
         cache.truncate(len(input_ids))
         if prefill.tapped is not None:
             wanted = planned.method.tap_layer_ids
-            prefill = replace(prefill, tapped=select_taps(prefill.tapped, self._taps, wanted))
+            tapped = select_taps(prefill.tapped, self._taps, wanted) if wanted else None
+            prefill = replace(prefill, tapped=tapped)
         return decode(self._target, input_ids, prefill, cache, planned.method, cap)
 
     def _judge(

@@ -151,6 +151,11 @@ def with_guesses(target: Target, clips: Sequence[Clip], max_new_tokens: int) -> 
     return guessed
 
 
+def texts_layers(target: Target) -> tuple[int, ...]:
+    """Layers whose states are kept of a text: those that the drafter reads."""
+    return default_tap_layers(target.num_layers, DRAFTER.num_tapped_layers)
+
+
 def collect_texts(target: Target, experiment: Experiment, folder: Path) -> Path:
     """The target's greedy texts for the training instructions, with the states a drafter reads."""
     out = folder / "training"
@@ -163,7 +168,7 @@ def collect_texts(target: Target, experiment: Experiment, folder: Path) -> Path:
         None,
         num_frames=0,
         max_new_tokens=experiment.max_new_tokens,
-        tap_layer_ids=default_tap_layers(target.num_layers, DRAFTER.num_tapped_layers),
+        tap_layer_ids=texts_layers(target),
         out_folder=out,
     )
 
@@ -174,7 +179,7 @@ def train_drafter(target: Target, experiment: Experiment, folder: Path) -> Path:
     return train(
         new_drafter(shape, experiment.train_seed, device=target.device),
         target_pieces(target),
-        ContinuationSet(folder / "training"),
+        ContinuationSet(folder / "training", texts_layers(target)),
         train_settings(experiment),
         folder / "drafter",
     )

@@ -37,10 +37,6 @@ def decode_shard(
 ) -> None:
     """Decode clips with every method and write `generations.parquet` and `cycles.parquet`.
 
-    The first `warmup_clips` clips of every call are decoded once more beforehand, by all methods,
-    in rows flagged `warmup`: after a resume the machine is cold again. Failed clips are tried again
-    when the call is repeated.
-
     Args:
         target: the target.
         drafters: name -> folder; a method that needs a drafter runs with each of its type.
@@ -55,10 +51,29 @@ def decode_shard(
         InputError: wrong settings; a bad clip under "fail"; no clip that could be decoded.
         LosslessError: a float32 or float64 text that is not the greedy one; the tables are written.
     """
+    planned = plan_methods(target, drafters, settings)
+    decode_planned(target, planned, clips, reader, settings, out_folder, facts, log)
+
+
+def decode_planned(
+    target: Target,
+    planned: Sequence[Planned],
+    clips: Sequence[Clip],
+    reader: Any,
+    settings: DecodeSettings,
+    out_folder: str | Path,
+    facts: ShardFacts,
+    log: Callable[[str], None] = print,
+) -> None:
+    """`decode_shard` of decodes that are already planned.
+
+    The first `warmup_clips` clips of every call are decoded once more beforehand, by all methods,
+    in rows flagged `warmup`: after a resume the machine is cold again. Failed clips are tried again
+    when the call is repeated.
+    """
     if not clips:
         raise InputError("decode: found no clips")
     out_folder = Path(out_folder)
-    planned = plan_methods(target, drafters, settings)
     decoder = ClipDecoder(target, planned, reader, settings, facts)
     waiting = [
         (turn, clip)

@@ -1,7 +1,9 @@
-"""Notebook 50's calls: from settings to one decoded suite, and what a reader looks at afterwards."""
+"""Calls of notebooks 50 and 71: from settings to decoded clips, and what a reader looks at then."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pandas as pd
 from vflash_analysis.clips.prepare import open_reader, suite_list
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
-from vflash_analysis.decoding.shard import decode_shard
-from vflash_analysis.records import read_records
-from vflash_analysis.schemas import GENERATIONS
+from vflash_analysis.decoding.plan import plan_methods
+from vflash_analysis.decoding.shard import decode_planned, decode_shard
+from vflash_analysis.records import read_records, write_records
+from vflash_analysis.schemas import ANCHORS, GENERATIONS, TRAINING, VFLASH_METHODS
 from vflash_analysis.training.pipeline import open_target
 
 
@@ -50,6 +53,52 @@ def decode_suite(
     target = open_target(settings, target_folder)
     with open_reader(settings.clips) as reader:
         decode_shard(target, folders, clips, reader, settings.decode, out_folder, facts)
+
+
+def decode_design(
+    settings: Profile,
+    run_id: str,
+    clips_folder: Path,
+    target_folder: Path,
+    drafters: Mapping[str, Path],
+    out_folder: Path,
+) -> None:
+    """Decode the first sample seed's clips of every suite, one thing changed at a time; resumes.
+
+    Args:
+        settings: the profile; `design.methods` decode with its own drafter, and every drafter of
+            `design.variants` as a chain and as Tree-60.
+        run_id: of the run, kept in every row.
+        clips_folder: results of the clips stage.
+        target_folder: results of the target stage.
+        drafters: name to the folder of a drafter stage's results, the profile's own first.
+        out_folder: this stage's folder.
+    """
+    seed = settings.clips.sample_seeds[0]
+    lists = [
+        suite_list(clips_folder, name, seed, settings.design.clips_per_suite)
+        for name in settings.clips.benchmarks
+    ]
+    target = open_target(settings, target_folder)
+    folders = {name: folder / "drafter" for name, folder in drafters.items()}
+    own = next(iter(folders))
+    varied = {name: folder for name, folder in folders.items() if name != own}
+    decode = dataclasses.replace(settings.decode, methods=settings.design.methods)
+    planned = plan_methods(target, {own: folders[own]}, decode)
+    if varied:
+        shapes = dataclasses.replace(decode, methods=VFLASH_METHODS)
+        planned += plan_methods(target, varied, shapes)
+    facts = ShardFacts(
+        run_id, settings.name, seed, settings.clips.num_frames, settings.clips.on_bad_clip
+    )
+    with open_reader(settings.clips) as reader:
+        decode_planned(
+            target, planned, list(itertools.chain(*lists)), reader, decode, out_folder, facts
+        )
+    for schema in (ANCHORS, TRAINING):  # what its drafters are: the study stands by itself
+        paths = [folder / f"{schema.name}.parquet" for folder in drafters.values()]
+        rows = pd.concat([read_records(path, schema) for path in paths])
+        write_records(out_folder / f"{schema.name}.parquet", rows, schema)
 
 
 def _measured(out_folder: Path) -> pd.DataFrame:

@@ -66,6 +66,29 @@ def check_tap_layers(ids: Sequence[int] | None, num_layers: int, name: str) -> t
     return checked
 
 
+def select_taps(tapped: torch.Tensor, held: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """The states of some of the tapped layers.
+
+    Args:
+        tapped: (P, len(held) * H) states of layers `held`, side by side.
+        held: layer ids in `tapped`.
+        wanted: layer ids to take, one or more.
+
+    Returns:
+        (P, len(wanted) * H), `tapped` itself where nothing is left out.
+
+    Raises:
+        InputError: a layer that is not held.
+    """
+    if tuple(wanted) == tuple(held):
+        return tapped
+    if not set(wanted) <= set(held):
+        raise InputError(f"tapped layers: found {list(held)}, allowed: with {list(wanted)} in them")
+    places = [list(held).index(layer_id) for layer_id in wanted]
+    by_layer = tapped.view(tapped.shape[0], len(held), -1)  # (P, layers, H)
+    return by_layer[:, places].flatten(1)
+
+
 @contextmanager
 def tap_outputs(layers: Any, ids: Sequence[int], tapped: torch.Tensor) -> Iterator[None]:
     """Hooks that write the outputs of layers `ids` side by side into `tapped` (q, n*H)."""

@@ -226,8 +226,11 @@ def headline_rows(item: str) -> list[dict[str, Any]]:
     ]
 
 
-def sparrow_rows(item: str) -> list[dict[str, Any]]:
-    """SPARROW's tables 1 and 7 (visual input), 4 and 5 (visual length) and 6 (components)."""
+_TABLE5_NAMES = {"wall": "wall_s", "decode": "decode_s", "prefill": "prefill_s"}
+
+
+def length_rows(item: str) -> list[dict[str, Any]]:
+    """SPARROW's tables 4 and 5: decoding by visual length."""
     rows = []
     for cell in _cells("sparrow_table4_visual_length"):
         keys = {
@@ -239,12 +242,52 @@ def sparrow_rows(item: str) -> list[dict[str, Any]]:
         rows.append(_published_only(item, TABLE4_DEVICE, _length(cell), **keys))
         rows.append(_published_only(item, TABLE4_DEVICE, {**cell, **speed}, **keys))
     for cell in _cells("sparrow_table5_breakdown"):
+        named = {**cell, "quantity": _TABLE5_NAMES.get(cell["quantity"], cell["quantity"])}
         setting = setting_text(visual_tokens=cell["visual_tokens"])
         rows.append(
             _published_only(
-                item, TABLE5_DEVICE, cell, method="sparrow", benchmark="VDC", setting=setting
+                item, TABLE5_DEVICE, named, method="sparrow", benchmark="VDC", setting=setting
             )
         )
+    return rows
+
+
+def share_rows(item: str) -> list[dict[str, Any]]:
+    """SPARROW's tables 1 and 7: the share of visual input in training and at inference."""
+    return [
+        _published_only(
+            item,
+            OTHER_DEVICE,
+            _length(cell),
+            method="sparrow",
+            benchmark=cell["benchmark"],
+            setting=setting_text(phase=phase, share=_share(cell["input"])),
+        )
+        for table, phase in (("1_training_input", "training"), ("7_inference_input", "inference"))
+        for cell in _cells(f"sparrow_table{table}")
+    ]
+
+
+def _share(words: str) -> str:
+    """ "12.5% visual + text" as "0.125"; "visual + text" is all of it.
+
+    Raises:
+        InputError: other words.
+    """
+    percent = words.removesuffix(" visual + text").removesuffix("%")
+    if words == "visual + text":
+        return "1"
+    try:
+        return f"{float(percent) / 100:g}"
+    except ValueError:
+        raise InputError(
+            f'published input {words!r}, allowed: "visual + text", a share before it'
+        ) from None
+
+
+def sparrow_rows(item: str) -> list[dict[str, Any]]:
+    """SPARROW's tables: by visual length (4, 5), by visual input (1, 7) and components (6)."""
+    rows = length_rows(item)
     for cell in _cells("sparrow_table6_components"):
         names = ("visual_tokens", "mtp", "ivsb", "vata")
         rows.append(
@@ -257,16 +300,4 @@ def sparrow_rows(item: str) -> list[dict[str, Any]]:
                 setting=setting_text(**{name: cell[name] for name in names}),
             )
         )
-    for table, phase in (("1_training_input", "training"), ("7_inference_input", "inference")):
-        for cell in _cells(f"sparrow_table{table}"):
-            rows.append(
-                _published_only(
-                    item,
-                    OTHER_DEVICE,
-                    _length(cell),
-                    method="sparrow",
-                    benchmark=cell["benchmark"],
-                    setting=setting_text(phase=phase, input=cell["input"]),
-                )
-            )
-    return rows
+    return rows + share_rows(item)

@@ -20,9 +20,12 @@ from vflash_analysis.results.cost import cost_table
 from vflash_analysis.results.cost_figures import cost_figure, cycle_figure
 from vflash_analysis.results.curves import acceptance_frame, training_frame
 from vflash_analysis.results.cycle_time import cycle_frame
+from vflash_analysis.results.design import design_table, share_table
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure
 from vflash_analysis.results.layer_figures import attention_figure, similarity_figure
 from vflash_analysis.results.layers import attention_frame, similarity_frame
+from vflash_analysis.results.length_figure import length_figure
+from vflash_analysis.results.lengths import length_table
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import Records, load_records, some_names
 from vflash_analysis.results.style import save_figure
@@ -41,12 +44,16 @@ TABLES: dict[str, MakeTable] = {
     "T2_accepted_length": accepted_length_table,
     "T3_objectives": objectives_table,
     "T4_lossless": lossless_table,
+    "T5_visual_length": length_table,
+    "T6_visual_share": share_table,
+    "T7_design_choices": design_table,
     "T9_beside_paper": beside_paper_table,
     "T10_cost_model": cost_table,
 }
 # A figure draws the frame of a table, or one of its own.
 FIGURE_OF_TABLE: dict[str, tuple[str, MakeFigure]] = {
     "F1_speedup": ("T1_speedup", speedup_figure),
+    "F6_visual_length": ("T5_visual_length", length_figure),
     "F_objectives": ("T3_objectives", objectives_figure),
     "F9_cost_model": ("T10_cost_model", cost_figure),
 }

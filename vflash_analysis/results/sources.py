@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -25,7 +25,13 @@ from vflash_analysis.metrics import (
     usable_cycles,
 )
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
-from vflash_analysis.records import DONE_NAME, MANIFEST_NAME, empty_records, read_records
+from vflash_analysis.records import (
+    DONE_NAME,
+    MANIFEST_NAME,
+    empty_records,
+    read_records,
+    write_records,
+)
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
 from vflash_analysis.schemas import (
     ANCHORS,
@@ -35,6 +41,7 @@ from vflash_analysis.schemas import (
     CYCLES,
     GENERATIONS,
     MEASURES,
+    STUDIES,
     TRAINING,
     Schema,
 )
@@ -54,6 +61,7 @@ class Records:
         stale: shards reused though their code or inputs have changed.
         as_tracked: whether it is a run of the tracked profile without changed settings, so that
             tracked rows may stand beside its own.
+        studies: records of STUDIES, which are never pooled with these.
     """
 
     generations: pd.DataFrame
@@ -67,6 +75,11 @@ class Records:
     lacking: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
     as_tracked: bool = False
+    studies: Mapping[str, Records] = field(default_factory=dict)
+
+    def study(self, name: str) -> Records:
+        """Records of one of STUDIES; empty ones where it was not measured."""
+        return self.studies.get(name) or records_from_frames({}, self.source, self.status)
 
 
 def some_names(names: Sequence[str], most: int = 3) -> str:
@@ -102,8 +115,8 @@ def _making_anew(path: Path) -> Iterator[None]:
 def _refuse_decoded_twice(generations: pd.DataFrame) -> None:
     """A drafter's decode of a clip must not come from two runs (a stale one beside a new one)."""
     keys = [
-        "device", "dtype", "benchmark", "sample_seed", "clip_id", "method", "drafter_sha256",
-        "setting", "repeat",
+        "device", "dtype", "benchmark", "sample_seed", "clip_id", "frames_requested", "method",
+        "drafter_sha256", "setting", "repeat",
     ]  # fmt: skip
     drafted = generations.loc[generations["drafter_sha256"] != ""]
     twice = drafted.duplicated(keys, keep=False)
@@ -189,7 +202,30 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
     }
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
     found = records_from_frames(frames, source, STORED if folders is None else MEASURED)
-    return replace(found, as_tracked=folders is not None and all(map(_as_tracked, paths)))
+    if folders is None:
+        return replace(found, studies=tracked_studies())
+    return replace(found, as_tracked=all(map(_as_tracked, paths)))
+
+
+def tracked_studies() -> dict[str, Records]:
+    """Those of STUDIES whose records are tracked, marked stored."""
+    places = {name: TRACKED_RECORDS / name for name in STUDIES}
+    return {
+        name: replace(load_records([place]), status=STORED)
+        for name, place in places.items()
+        if place.is_dir()
+    }
+
+
+def study_records(name: str, folder: Path | None) -> Records:
+    """One of STUDIES as its notebook shows it: that of a finished stage, None for the tracked one."""
+    if folder is None:
+        found = load_records()
+        return replace(found, studies={n: s for n, s in found.studies.items() if n == name})
+    study = load_records([folder])
+    return replace(
+        records_from_frames({}, study.source), as_tracked=study.as_tracked, studies={name: study}
+    )
 
 
 def _as_tracked(folder: Path) -> bool:
@@ -201,6 +237,19 @@ def _as_tracked(folder: Path) -> bool:
         parameters = read_json(path).get("parameters", {})
     changed = set(parameters.get("overrides", {})) - {"clips.clips_per_suite"}  # --all
     return parameters.get("profile") == TRACKED_PROFILE and not changed
+
+
+def write_study(folder: Path, study: Records, names: Sequence[str]) -> None:
+    """Write tables of a study, as the notebook does that shows the tracked one.
+
+    Args:
+        folder: where.
+        study: the records.
+        names: files to write, "<table>.parquet" each.
+    """
+    for schema in TABLES:
+        if f"{schema.name}.parquet" in names:
+            write_records(folder / f"{schema.name}.parquet", getattr(study, schema.name), schema)
 
 
 def records_from_frames(
@@ -247,7 +296,7 @@ def drafter_facts(records: Records) -> pd.DataFrame:
     """One row per trained drafter: sha256, arm, train_seed, steps, training_clips, compute."""
     columns = [
         "drafter_sha256", "objective", "train_seed", "steps", "training_clips",
-        "forward_equivalents", "revealed_weight", "anchors_per_clip",
+        "forward_equivalents", "revealed_weight", "anchors_per_clip", "variant",
     ]  # fmt: skip
     both = [
         frame.loc[frame["setting"] == "", columns]

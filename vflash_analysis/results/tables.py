@@ -79,6 +79,15 @@ def by_benchmark(
     return rows
 
 
+def overall(parts: pd.DataFrame, combine: Combine, boot: Bootstrap) -> tuple[str, Interval]:
+    """What parts are of, and their value: macro over all suites, else over the clips pooled."""
+    parts = per_clip(parts)
+    found = sorted(set(parts["benchmark"]))
+    if found == sorted(BENCHMARKS):
+        return "macro", boot.macro(parts, combine)
+    return (found[0] if len(found) == 1 else "pooled"), boot.videos(parts, combine)
+
+
 def drafted(
     group: DecodeGroup, records: Records, methods: Sequence[str], arms: Sequence[str] | None
 ) -> Iterator[tuple[str, str, pd.DataFrame]]:
@@ -92,14 +101,15 @@ def drafted(
             yield method, arm, method_rows(group, records, method, arm)
 
 
-def _baseline(rows: pd.DataFrame, method: pd.DataFrame, name: str = "ar") -> pd.DataFrame:
+def baseline(rows: pd.DataFrame, method: pd.DataFrame, name: str = "ar") -> pd.DataFrame:
     """The baseline's rows of the runs that decoded the method (same machine state, same clocks)."""
     found = rows.loc[(rows["method"] == name) & (rows["setting"] == "")]
     same_run = found.loc[found["run_id"].isin(set(method["run_id"]))]
     return found if same_run.empty else same_run
 
 
-def _cycles_of(group: DecodeGroup, rows: pd.DataFrame) -> pd.DataFrame:
+def cycles_of(group: DecodeGroup, rows: pd.DataFrame) -> pd.DataFrame:
+    """The cycles of some of a group's decodes."""
     keys = rows[list(metrics.ROW_KEY)]
     return group.cycles.merge(keys, on=list(metrics.ROW_KEY), how="inner")
 
@@ -121,8 +131,8 @@ def _ar_rows(group: DecodeGroup, origin: Origin, boot: Bootstrap) -> list[Row]:
 def _speed_rows(
     group: DecodeGroup, origin: Origin, boot: Bootstrap, method: str, arm: str, rows: pd.DataFrame
 ) -> list[Row]:
-    pairs = metrics.pair_clips(_baseline(group.rows, rows), rows)
-    cycles = _cycles_of(group, rows)
+    pairs = metrics.pair_clips(baseline(group.rows, rows), rows)
+    cycles = cycles_of(group, rows)
     wanted: list[tuple[str, str, pd.DataFrame, Combine]] = [
         ("decode_speedup", "x", metrics.decode_speedup_parts(pairs), ratio_of_ratios),
         ("decode_speedup_per_clip", "x", metrics.decode_speedup_per_clip_parts(pairs), ratio),
@@ -256,7 +266,7 @@ def accepted_length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP)
         origin = group.origin(item, records)
         drafting = set(group.rows["method"]) - {"ar", *COMPARISON_METHODS}
         for method, arm, own in drafted(group, records, sorted(drafting), None):
-            cycles = _cycles_of(group, own)
+            cycles = cycles_of(group, own)
             wanted = [
                 ("accepted_length", "tokens", metrics.accepted_length_parts(own)),
                 ("accepted_length_per_clip", "tokens", metrics.accepted_length_per_clip_parts(own)),

@@ -30,7 +30,10 @@ TEXTS = (*KEYS, "unit", "device", "status", "source")
 MEASURED, STORED, MISSING = "measured", "stored", "missing"
 PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE = "published only", "not comparable", "comparable"
 MODELLED = "modelled"  # arithmetic on printed rates: nothing was run
-STATUSES = (MEASURED, STORED, MISSING, PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE, MODELLED)
+TARGET_FAILS = "target fails"  # measured where the target's own gates fail
+STATUSES = (
+    MEASURED, STORED, MISSING, PUBLISHED_ONLY, NOT_COMPARABLE, COMPARABLE, MODELLED, TARGET_FAILS,
+)  # fmt: skip
 
 BENCHMARK_ORDER = (*BENCHMARKS, "macro")
 
@@ -108,6 +111,15 @@ QUANTITIES: Mapping[str, str] = {
     "breakeven_tau": "accepted length τ that breaks even",
     "forward_equivalents": "training forward-equivalents",
     "train_s": "training time",
+    "ended_share": "texts that end by themselves",
+    "wall_s": "seconds of a text, end to end",
+    "decode_s": "seconds of a text, decoding",
+    "prefill_s": "seconds of a text before decoding",
+    "generated_tokens": "tokens of a text",
+    "target_calls": "verify calls of a text",
+    "recall": "recall@k",
+    "first_choice_right": "first choice right after a",
+    "predicted_length": "predicted accepted length",
     "paired_difference": "paired difference",
     "paired_difference_t": "paired difference, t over seeds",
     "attention_visual": "attention of the last instruction token on the video",

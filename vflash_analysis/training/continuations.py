@@ -30,6 +30,7 @@ from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip, video_sha256
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.prompts import read_prompt
+from vflash_analysis.model.taps import select_taps
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import (
     blank_row,
@@ -355,13 +356,16 @@ class ContinuationSet(ContinuationSource):
 
     Args:
         folder: of `collect_continuations`.
+        tap_layer_ids: layers whose states are taken of those that lie there.
 
     Raises:
-        InputError: no such records; on access, a damaged or foreign file of states.
+        InputError: no such records; on access, a damaged or foreign file of states, or one without
+            these layers.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, tap_layer_ids: Sequence[int]) -> None:
         super().__init__(folder)
+        self._taps = tuple(tap_layer_ids)
         self._kept: dict[int, Continuation] = {}
 
     def __getitem__(self, index: int) -> Continuation:
@@ -369,11 +373,11 @@ class ContinuationSet(ContinuationSource):
             return self._kept[index]
         row = self.rows[index]
         path = states_path(self.folder, row["clip_id"])
-        states, _ = read_states(path)
+        states, held = read_states(path)
         expected = len(row["input_ids"]) - 1
         if states.shape[0] != expected:
             raise InputError(f"{path}: found {states.shape[0]} rows of states, allowed: {expected}")
-        item = self._continuation(row, states)
+        item = self._continuation(row, select_taps(states, held, self._taps))
         self._kept[index] = item
         return item
 
@@ -387,6 +391,24 @@ def frame_reader(clips: Sequence[Clip], reader: Any, num_frames: int) -> Callabl
         return read
 
     return frames
+
+
+class JoinedContinuations(ContinuationSource):
+    """Continuations of several sources, one after the other."""
+
+    def __init__(self, sources: Sequence[ContinuationSource]) -> None:
+        self._sources = list(sources)
+        self.rows = [row for source in self._sources for row in source.rows]
+        self._places = [(source, index) for source in self._sources for index in range(len(source))]
+
+    def expect(self, indices: Sequence[int]) -> None:
+        for source in self._sources:
+            own = [self._places[i][1] for i in indices if self._places[i][0] is source]
+            source.expect(own)
+
+    def __getitem__(self, index: int) -> Continuation:
+        source, place = self._places[index]
+        return source[place]
 
 
 class OnlineContinuations(ContinuationSource):

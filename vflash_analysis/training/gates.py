@@ -16,12 +16,15 @@ import pandas as pd
 from vflash_analysis.clips.read import FrameReader
 from vflash_analysis.clips.suites import Clip
 from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
+from vflash_analysis.metrics import TARGET_LIMITS
 from vflash_analysis.model.prompts import read_prompt
 from vflash_analysis.model.target import Target
 from vflash_analysis.stats import pairing_band
 from vflash_analysis.training.continuations import greedy_continuation
 
-STATIC_LIMIT, DYNAMIC_LIMIT, ENDED_LIMIT = 0.90, 0.75, 0.99
+STATIC_LIMIT, DYNAMIC_LIMIT, ENDED_LIMIT = (
+    TARGET_LIMITS[name] for name in ("static_accuracy", "dynamic_accuracy", "ended_share")
+)
 
 
 @dataclass(frozen=True)

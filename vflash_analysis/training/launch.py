@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--train-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the profile's")
     parser.add_argument("--training-clips", type=int, help="default: the profile's")
+    parser.add_argument("--variant", default="", help="one setting changed, NAME=VALUE")
     for name in ("target", "clips", "continuations"):
         parser.add_argument(
             f"--{name}", type=Path, required=True, help="folder of that stage's run"
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             asked.train_seed,
             asked.steps or training.steps,
             asked.training_clips or training.training_clips,
+            asked.variant,
         )
         target = pipeline.open_target(settings, asked.target)
         folders = (asked.clips, asked.continuations, asked.out)

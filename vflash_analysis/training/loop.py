@@ -15,7 +15,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ def train(
     validation: ContinuationSource | None = None,
     micro_clips: int | None = None,
     mixed_precision: str = "no",
+    variant: str = "",
     log_every: int | None = None,
     log: Callable[[str], None] = print,
 ) -> Path:
@@ -129,6 +130,7 @@ def train(
         micro_clips: clips per forward of one process; fewer than its share of the batch means
             accumulation, which does not change the gradient. None: as many as `CONTEXT_TOKENS` hold.
         mixed_precision: "no" or "bf16" (autocast).
+        variant: kept in every row, see TRAINING.
         log_every: steps per logged row; by default a hundred rows per run.
         log: prints one line.
 
@@ -250,7 +252,8 @@ def train(
             state.window = window.sums
             saved = {"identity": identity, **dataclasses.asdict(state)}
             save_checkpoint(checkpoints, accelerator, state.step, saved)
-    return _finish(accelerator, model, out, target, settings, state, len(items), identity)
+    names = {"target_sha256": target.sha256, "variant": variant}
+    return _finish(accelerator, model, out, names, settings, state, len(items), identity)
 
 
 def _silent(line: str) -> None:
@@ -323,7 +326,7 @@ def _finish(
     accelerator: Any,
     model: nn.Module,
     out: Path,
-    target: TargetPieces,
+    names: Mapping[str, str],
     settings: TrainSettings,
     state: _State,
     training_clips: int,
@@ -347,7 +350,7 @@ def _finish(
     if accelerator.is_main_process:
         identity = {
             **facts,
-            "target_sha256": target.sha256,
+            **names,
             "drafter_sha256": drafter_sha256(temporary),
             "device": device_label(next(drafter.parameters()).device),
         }

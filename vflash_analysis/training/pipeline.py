@@ -3,7 +3,7 @@
 target = open_target(settings, stage.input("target"))
 collect_lists(settings, target_folder, clips_folder, out_folder)
 train_drafter(target, settings, key, ...)
-score_drafter(target, settings, continuations_folder, out_folder)
+score_drafter(target, settings, key, ...)
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from vflash_analysis.training.evaluate import (
     evaluate_anchors,
 )
 from vflash_analysis.training.loop import train
+from vflash_analysis.training.pocket_model import build_model, save_target, train_tokenizer
 from vflash_analysis.training.read_ahead import ReadAhead
 from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
 
@@ -65,6 +66,9 @@ def weights_folder(settings: Profile, target_folder: Path) -> Path:
 def retrain_target(settings: Profile) -> None:
     """Train the pocket target anew into the profile's folder, an hour on two cores; resumes.
 
+    Then the target of many lengths, which goes on from it, where `lengths.target` names another
+    folder.
+
     Raises:
         InputError: the profile's target is not one that this suite trains.
     """
@@ -74,16 +78,21 @@ def retrain_target(settings: Profile) -> None:
             f"and clips.source {settings.clips.source!r}, allowed: generated clips and a target "
             "folder of the checkout"
         )
-    scenes = settings.clips.target_training_clips // len(pocket.FAMILIES)
-    pocket_target.retrain(config.target_folder(settings.target), scenes)
+    base = config.target_folder(settings.target)
+    lengths = config.paths.ROOT / (settings.lengths.target or settings.target.source)
+    if lengths == base or not pocket_target.work_folder(lengths).exists():  # else it is trained
+        scenes = settings.clips.target_training_clips // len(pocket.FAMILIES)
+        pocket_target.retrain(base, scenes)
+    if lengths != base:
+        pocket_target.retrain_lengths(base, lengths)
 
 
 def build_untrained(clips: list[Clip], folder: Path, seed: int = 0) -> Path:
     """Write an untrained pocket target whose tokenizer knows the clips' texts; returns its folder."""
     texts = [text for clip in clips for text in (clip.prompt, clip.reference) if text]
-    tokenizer = pocket_target.train_tokenizer(texts)
-    model = pocket_target.build_model(tokenizer, seed, num_hidden_layers=4)
-    pocket_target.save_target(model, tokenizer, folder)
+    tokenizer = train_tokenizer(texts)
+    model = build_model(tokenizer, seed, num_hidden_layers=4)
+    save_target(model, tokenizer, folder)
     return folder
 
 
@@ -116,6 +125,12 @@ def tapped_layers(target: Target, settings: Profile) -> tuple[int, ...]:
     return tuple(default_tap_layers(target.num_layers, settings.drafter.num_tapped_layers))
 
 
+def stored_layers(target: Target, settings: Profile) -> tuple[int, ...]:
+    """Layers whose states are stored: all that one of `config.tapped_counts` reads."""
+    counts = config.tapped_counts(settings)
+    return tuple(sorted({i for n in counts for i in default_tap_layers(target.num_layers, n)}))
+
+
 def clips_of(settings: Profile, clips_folder: Path, name: str) -> list[Clip]:
     """The clips of one of LISTS; "suites" are those at whose anchors drafters are scored."""
     if name != "suites":
@@ -140,7 +155,7 @@ def collect_lists(
     options: dict[str, Any] = {
         "num_frames": settings.clips.num_frames,
         "max_new_tokens": settings.continuations.max_new_tokens,
-        "tap_layer_ids": tapped_layers(target, settings),
+        "tap_layer_ids": stored_layers(target, settings),
         "on_bad_clip": settings.clips.on_bad_clip,
         "store_states": settings.continuations.states == "stored",
     }
@@ -191,19 +206,44 @@ def show_gates(folder: Path) -> pd.DataFrame:
 
 
 @contextlib.contextmanager
+def sources(
+    target: Target, settings: Profile, groups: Mapping[Path, tuple[int, list[Clip]]]
+) -> Iterator[list[ContinuationSource]]:
+    """Texts with their states: from disk, or recomputed by the target.
+
+    Args:
+        target: that wrote them.
+        settings: the profile.
+        groups: folder of texts -> frames they are about, and their clips.
+    """
+    taps = tapped_layers(target, settings)
+    if settings.continuations.states == "stored":
+        yield [ContinuationSet(folder, taps) for folder in groups]
+        return
+    with contextlib.ExitStack() as opened:
+        reader = opened.enter_context(open_reader(settings.clips))
+        found: list[ContinuationSource] = []
+        for folder, (num_frames, clips) in groups.items():
+            ahead = ReadAhead(frame_reader(clips, reader, num_frames))
+            frames = opened.enter_context(contextlib.closing(ahead))
+            found.append(OnlineContinuations(folder, target, frames, taps))
+        yield found
+
+
+def mixed_precision(target: Target) -> str:
+    """How a drafter of this target is trained: `train`'s argument."""
+    return "bf16" if target.dtype == torch.bfloat16 else "no"
+
+
+@contextlib.contextmanager
 def continuations(
     target: Target, settings: Profile, clips_folder: Path, folder: Path, name: str
 ) -> Iterator[ContinuationSource]:
-    """The texts of one list with their states: from disk, or recomputed by the target."""
-    if settings.continuations.states == "stored":
-        yield ContinuationSet(folder / name)
-        return
+    """The texts of one of LISTS with their states."""
     clips = clips_of(settings, clips_folder, name)
-    with open_reader(settings.clips) as reader:
-        read = frame_reader(clips, reader, settings.clips.num_frames)
-        with contextlib.closing(ReadAhead(read)) as frames:
-            taps = tapped_layers(target, settings)
-            yield OnlineContinuations(folder / name, target, frames, taps)
+    groups = {folder / name: (settings.clips.num_frames, clips)}
+    with sources(target, settings, groups) as found:
+        yield found[0]
 
 
 def train_drafter(
@@ -220,7 +260,7 @@ def train_drafter(
         target: the frozen target.
         settings: the profile.
         key: arm, seed (of initial weights, clip order and anchors), steps (with their own full
-            schedule) and number of training clips.
+            schedule), number of training clips, and the one setting that differs, if any.
         clips_folder: results of the clips stage.
         continuations_folder: results of the continuations stage.
         out_folder: this stage's folder.
@@ -228,7 +268,13 @@ def train_drafter(
     Returns:
         The drafter's folder.
     """
+    settings = config.with_variant(settings, key.variant)
     if settings.drafter.source:
+        if key.variant:
+            raise InputError(
+                f"variant: found {key.variant!r}, allowed with drafter.source: none, as that drafter "
+                "is trained"
+            )
         given = config.paths.ROOT / settings.drafter.source / key.arm
         load_drafter(given, target)  # refuses another target's drafter before it is copied
         shutil.copytree(given, out_folder / "drafter", dirs_exist_ok=True)
@@ -246,13 +292,15 @@ def train_drafter(
             config.arm_settings(settings.training, key),
             out_folder,
             validation=held,
-            mixed_precision="bf16" if target.dtype == torch.bfloat16 else "no",
+            variant=key.variant,
+            mixed_precision=mixed_precision(target),
         )
 
 
 def score_drafter(
     target: Target,
     settings: Profile,
+    key: DrafterKey,
     clips_folder: Path,
     continuations_folder: Path,
     out_folder: Path,
@@ -260,7 +308,8 @@ def score_drafter(
     """Score the stage's drafter at every anchor of the suites' texts; writes anchors.parquet."""
     folder = out_folder / "drafter"
     drafter = load_drafter(folder, target)
-    facts: dict[str, Any] = drafter_facts(drafter, drafter_sha256(folder))
+    settings = config.with_variant(settings, key.variant)
+    facts = drafter_facts(drafter, drafter_sha256(folder)) | {"variant": key.variant}
     with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
         rows = evaluate_anchors(drafter, target_pieces(target), data, facts)
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)

@@ -1,0 +1,216 @@
+"""How decoding changes with the number of frames: notebook 63's calls.
+
+One drafter is trained on clips of all lengths, since acceptance falls beyond the lengths it has
+seen; then every clip is decoded at every number of frames, and what the target says of it is scored.
+
+    study = open_study(settings, stage.input("target"), stage.input("clips"), stage.folder)
+    collect(study); train_drafter(study); decode(study, stage.run_id); score(study, stage.run_id)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from vflash_analysis import config
+from vflash_analysis.clips import pocket
+from vflash_analysis.clips.lists import Clip
+from vflash_analysis.clips.prepare import open_reader, read_list, suite_list
+from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
+from vflash_analysis.config import Profile
+from vflash_analysis.decoding.clip import ShardFacts
+from vflash_analysis.decoding.shard import decode_shard
+from vflash_analysis.environment import device_label
+from vflash_analysis.model.drafter import drafter_config, new_drafter
+from vflash_analysis.model.target import Target
+from vflash_analysis.records import blank_row, read_records, write_records
+from vflash_analysis.schemas import CYCLES, GENERATIONS, MEASURES
+from vflash_analysis.training import pipeline
+from vflash_analysis.training.blocks import target_pieces
+from vflash_analysis.training.collect import collect_in_parallel
+from vflash_analysis.training.continuations import (
+    JoinedContinuations,
+    collect_continuations,
+)
+from vflash_analysis.training.loop import train
+from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
+
+STUDY = "lengths"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the steps share.
+
+    Attributes:
+        settings: the profile, its target the one of `lengths.target` where that is given.
+        target: loaded.
+        load: loads it again, in another process.
+        training: clips to learn from. evaluated: clips to decode, of the first sample seed.
+        folder: of results.
+    """
+
+    settings: Profile
+    target: Target
+    load: Any
+    training: list[Clip]
+    evaluated: list[Clip]
+    folder: Path
+
+    def at(self, num_frames: int) -> Path:
+        """Where decodes at that many frames go."""
+        return self.folder / f"frames-{num_frames}"
+
+
+def open_study(settings: Profile, target_folder: Path, clips_folder: Path, folder: Path) -> Study:
+    """Load the target and list the clips; generated ones are written with frames enough.
+
+    Raises:
+        InputError: a target that is not there, or clip lists that the profile has not made.
+    """
+    if settings.lengths.target is not None:
+        chosen = dataclasses.replace(settings.target, source=settings.lengths.target)
+        settings = dataclasses.replace(settings, target=chosen)
+    load = functools.partial(pipeline.open_target, settings, target_folder)
+    training, evaluated = _clips(settings, clips_folder, folder / "clips")
+    return Study(settings, load(), load, training, evaluated, folder)
+
+
+def _clips(settings: Profile, clips_folder: Path, out: Path) -> tuple[list[Clip], list[Clip]]:
+    own, suites = settings.lengths, settings.clips.benchmarks
+    if settings.clips.source == "pocket":
+        most = max(own.num_frames)
+        learnt = -(-own.training_clips // len(pocket.FAMILIES))
+        training = pocket.make_split("drafter_training", learnt, out, least_frames=most)
+        drawn = pocket.make_split("suites", own.clips_per_suite, out, least_frames=most)
+        return training[: own.training_clips], [c for c in drawn if c.benchmark in suites]
+    seed = settings.clips.sample_seeds[0]
+    lists = [suite_list(clips_folder, name, seed, own.clips_per_suite) for name in suites]
+    training = read_list(clips_folder, "training")[: own.training_clips]
+    return training, [clip for clips in lists for clip in clips]
+
+
+def by_frames(clips: list[Clip], counts: tuple[int, ...]) -> dict[int, list[Clip]]:
+    """Clips to learn from by the number of frames they are read at, each at one in turn."""
+    return {count: clips[turn :: len(counts)] for turn, count in enumerate(counts)}
+
+
+def collect(study: Study) -> None:
+    """The target's own texts about the training clips, each at its number of frames; resumes."""
+    settings = study.settings
+    options: dict[str, Any] = {
+        "max_new_tokens": settings.continuations.max_new_tokens,
+        "tap_layer_ids": pipeline.tapped_layers(study.target, settings),
+        "on_bad_clip": settings.clips.on_bad_clip,
+        "store_states": settings.continuations.states == "stored",
+    }
+    shared = study.target.device.type == "cpu" and usable_cpus() > 1
+    with open_reader(settings.clips) as reader:
+        for count, clips in by_frames(study.training, settings.lengths.num_frames).items():
+            folder = study.folder / "texts" / str(count)
+            own = options | {"num_frames": count}
+            print(f"{count} frames:", flush=True)
+            if shared and len(clips) >= PARALLEL_FROM:
+                collect_in_parallel(study.load, clips, settings.clips, folder, own)
+            collect_continuations(study.target, clips, reader, out_folder=folder, **own)
+
+
+def train_drafter(study: Study) -> Path:
+    """Train the flow drafter on the texts of all lengths; returns its folder. Resumes."""
+    settings, key = study.settings, config.lengths_drafter(study.settings)
+    groups = {
+        study.folder / "texts" / str(count): (count, clips)
+        for count, clips in by_frames(study.training, settings.lengths.num_frames).items()
+    }
+    with pipeline.sources(study.target, settings, groups) as sources:
+        return train(
+            new_drafter(
+                drafter_config(study.target, settings.drafter),
+                key.train_seed,
+                device=study.target.device,
+            ),
+            target_pieces(study.target),
+            JoinedContinuations(sources),
+            config.arm_settings(settings.training, key),
+            study.folder / "trained",
+            mixed_precision=pipeline.mixed_precision(study.target),
+        )
+
+
+def decode(study: Study, run_id: str) -> None:
+    """Decode every clip at every number of frames; resumes, and merges the tables.
+
+    Rows of one number of frames have the run id "<run_id>/frames=<n>".
+    """
+    settings = study.settings
+    methods = dataclasses.replace(settings.decode, methods=settings.lengths.methods)
+    drafter = {STUDY: study.folder / "trained" / "drafter"}
+    with open_reader(settings.clips) as reader:
+        for count in settings.lengths.num_frames:
+            print(f"{count} frames:", flush=True)
+            facts = ShardFacts(
+                run_id=f"{run_id}/frames={count}",
+                profile=settings.name,
+                sample_seed=settings.clips.sample_seeds[0],
+                num_frames=count,
+                on_bad_clip=settings.clips.on_bad_clip,
+            )
+            decode_shard(
+                study.target, drafter, study.evaluated, reader, methods, study.at(count), facts
+            )
+    for schema in (GENERATIONS, CYCLES):
+        parts = [
+            read_records(study.at(count) / f"{schema.name}.parquet", schema)
+            for count in settings.lengths.num_frames
+        ]
+        write_records(study.folder / f"{schema.name}.parquet", pd.concat(parts), schema)
+    training = study.folder / "trained" / "training.parquet"
+    (study.folder / "training.parquet").write_bytes(training.read_bytes())
+
+
+def score(study: Study, run_id: str) -> None:
+    """What the target's own texts get right of generated clips, by number of frames.
+
+    Writes MEASURES rows of the quantities static_accuracy and dynamic_accuracy: words right, of the
+    words that tell attributes, or motion and events. Clips without a reference have none.
+    """
+    rows = read_records(study.folder / "generations.parquet", GENERATIONS)
+    plain = rows[(rows["method"] == "ar") & ~rows["warmup"] & (rows["status"] == "ok")]
+    references = {clip.clip_id: clip.reference for clip in study.evaluated if clip.reference}
+    shared = {
+        "run_id": run_id,
+        "target": study.target.source,
+        "target_sha256": study.target.source_sha256,
+        "device": device_label(study.target.device),
+        "dtype": study.settings.target.dtype,
+        "study": STUDY,
+        "layer": -1,
+    }
+    found = []
+    for row in plain[plain["repeat"] == 0].to_dict("records"):
+        if row["clip_id"] not in references:
+            continue
+        matches = attribute_matches(str(row["text"]), references[row["clip_id"]])
+        for quantity, kinds in (
+            ("static_accuracy", STATIC_KINDS),
+            ("dynamic_accuracy", DYNAMIC_KINDS),
+        ):
+            right, words = (sum(matches[k][i] for k in kinds if k in matches) for i in (0, 1))
+            place = {name: row[name] for name in ("clip_id", "benchmark", "sample_seed")}
+            found.append(
+                blank_row(MEASURES)
+                | shared
+                | place
+                | {
+                    "setting": f"frames={row['frames_requested']}",
+                    "quantity": quantity,
+                    "total": float(right),
+                    "count": float(words),
+                }
+            )
+    write_records(study.folder / f"{MEASURES.name}.parquet", found, MEASURES)

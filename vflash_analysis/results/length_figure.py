@@ -1,0 +1,220 @@
+"""F6 from T5's frame: what decoding does as the video gets longer."""
+
+from __future__ import annotations
+
+import pandas as pd
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from vflash_analysis.results.style import (
+    INK,
+    QUIET,
+    Drawn,
+    colour,
+    devices_text,
+    error_bar,
+    finish,
+    new_figure,
+    no_data,
+    span_text,
+    styled,
+)
+from vflash_analysis.results.tidy import (
+    MISSING,
+    PUBLISHED_ONLY,
+    TARGET_FAILS,
+    checked,
+    label,
+    parse_setting,
+)
+
+_SERIES = (  # method, context, words, line, marker
+    ("chain", "", "chain", "-", "o"),
+    ("tree60", "", "Tree-60", "-", "s"),
+    ("chain", "text_only", "chain, drafter without video", (0, (4, 1.5)), "^"),
+)
+_PUBLISHED = (("Sparrow", "-"), ("ViSpec", (0, (4, 1.5))), ("MSD", (0, (1, 1.2))))
+_GATES = (  # quantity, tone, marker
+    ("static_accuracy", "#009E73", "o"),
+    ("dynamic_accuracy", "#D55E00", "s"),
+    ("ended_share", "#7570B3", "^"),
+)
+_PARTS = (("prefill", "#8C8C8C"), ("decode", "#0072B2"))
+
+
+def _keyed(frame: pd.DataFrame) -> pd.DataFrame:
+    keys = [parse_setting(text) for text in frame["setting"]]
+    return frame.assign(
+        tokens=[float(key.get("visual_tokens", "nan")) for key in keys],
+        context=[key.get("context", "") for key in keys],
+        variant=[key.get("variant", "") for key in keys],
+    )
+
+
+def _draw_line(
+    axis: Axes, rows: pd.DataFrame, tone: str, line: object, sign: str, words: str = ""
+) -> None:
+    """A series with its intervals; hollow markers where the target fails."""
+    rows = rows.sort_values("tokens")
+    x, value, low, high = (
+        rows[n].to_numpy(dtype=float) for n in ("tokens", "value", "low", "high")
+    )
+    axis.errorbar(
+        x, value, yerr=error_bar(value, low, high), color=tone, linestyle=line, elinewidth=0.9
+    )
+    fails = (rows["status"] == TARGET_FAILS).to_numpy()
+    for which, face in ((~fails, tone), (fails, "white")):
+        axis.plot(
+            x[which], value[which], sign, color=tone, markerfacecolor=face, markersize=5,
+            zorder=4,
+        )  # fmt: skip
+
+
+def _draw_methods(axis: Axes, ours: pd.DataFrame, quantity: str) -> None:
+    rows = ours.loc[ours["quantity"] == quantity]
+    for method, context, _, line, sign in _SERIES:
+        own = rows.loc[(rows["method"] == method) & (rows["context"] == context)]
+        if not own.empty:
+            _draw_line(axis, own, _tone(method, context), line, sign)
+
+
+def _tone(method: str, context: str) -> str:
+    return "#CC79A7" if context else colour(method)
+
+
+def _draw_published(axis: Axes, paper: pd.DataFrame, quantity: str) -> None:
+    """SPARROW's table 4 in grey, named at the right end."""
+    for variant, line in _PUBLISHED:
+        own = paper.loc[(paper["quantity"] == quantity) & (paper["variant"] == variant)]
+        own = own.sort_values("tokens")
+        if own.empty:
+            continue
+        x, y = own["tokens"].to_numpy(dtype=float), own["value"].to_numpy(dtype=float)
+        axis.plot(x, y, color="#9a9a9a", linestyle=line, linewidth=1.2, zorder=1)
+        axis.annotate(
+            variant, (x[-1], y[-1]), xytext=(4, 0), textcoords="offset points", fontsize=8.5,
+            color=QUIET, va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def _draw_seconds(axis: Axes, ours: pd.DataFrame) -> None:
+    """Seconds of a text by length: autoregressive beside Tree-60, prefill below decoding."""
+    lengths = sorted(ours["tokens"].dropna().unique())
+    for place, tokens in enumerate(lengths):
+        for offset, method in ((-0.2, "ar"), (0.2, "tree60")):
+            own = ours.loc[
+                (ours["tokens"] == tokens) & (ours["method"] == method) & (ours["context"] == "")
+            ]
+            below = 0.0
+            for part, tone in _PARTS:
+                value = own.loc[own["quantity"] == f"{part}_s", "value"]
+                if value.empty:
+                    continue
+                height = float(value.iloc[0])
+                hatch = "" if method == "ar" else "////"
+                face = tone if method == "ar" else "white"
+                axis.bar(
+                    place + offset, height, 0.36, bottom=below, facecolor=face, edgecolor=tone,
+                    hatch=hatch, linewidth=0.8,
+                )  # fmt: skip
+                below += height
+    axis.set_xticks(range(len(lengths)), [f"{tokens:,.0f}" for tokens in lengths])
+
+
+def _handles(paper: bool) -> list[Artist]:
+    found: list[Artist] = [
+        Line2D([], [], color=_tone(m, c), ls=line, marker=sign, label=words)
+        for m, c, words, line, sign in _SERIES
+    ]
+    if paper:
+        found.append(Line2D([], [], color="#9a9a9a", label="SPARROW's table 4"))
+    found.append(
+        Line2D([], [], color=INK, marker="o", markerfacecolor="white", linestyle="",
+               label="the target fails its gates")
+    )  # fmt: skip
+    return found
+
+
+@styled
+def length_figure(frame: pd.DataFrame) -> Drawn:
+    """F6 from T5's frame: accepted length, speed-ups, seconds and the target's gates by length."""
+    frame = checked(frame)
+    rows = _keyed(frame)
+    paper = rows.loc[rows["status"] == PUBLISHED_ONLY]
+    ours = rows.loc[(rows["status"] != PUBLISHED_ONLY) & (rows["status"] != MISSING)]
+    figure, axes = new_figure(9, 7.6, 2, 2)
+    length, speed, seconds, gates = axes.flatten()
+    for axis, quantity, words in (
+        (length, "accepted_length", "accepted length τ (tokens)"),
+        (speed, "decode_speedup", "speed-up over AR (×)"),
+    ):
+        _draw_methods(axis, ours, quantity)
+        _draw_published(axis, paper, quantity)
+        axis.set_ylabel(words)
+        axis.set_ylim(bottom=0)
+    whole = ours.loc[(ours["quantity"] == "end_to_end_speedup") & (ours["method"] == "tree60")]
+    if not whole.empty:
+        _draw_line(speed, whole, INK, (0, (1, 1.2)), "s")
+        last = whole.sort_values("tokens").iloc[-1]
+        speed.annotate(
+            "Tree-60, end to end", (last["tokens"], last["value"]), xytext=(4, 0), va="center",
+            textcoords="offset points", fontsize=8.5, annotation_clip=False,
+        )  # fmt: skip
+    speed.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
+    _draw_seconds(seconds, ours)
+    seconds.set_ylabel("seconds of a text")
+    seconds.legend(
+        handles=[
+            Patch(facecolor=tone, edgecolor=tone, label=words)
+            for (_, tone), words in zip(_PARTS, ("before decoding", "decoding"), strict=True)
+        ]
+        + [Patch(facecolor="white", edgecolor=INK, hatch="////", label="Tree-60 (solid: AR)")],
+        loc="upper left",
+    )  # fmt: skip
+    for quantity, tone, sign in _GATES:
+        own = ours.loc[ours["quantity"] == quantity]
+        if not own.empty:
+            _draw_line(gates, own, tone, "-", sign)
+    gates.legend(
+        handles=[
+            Line2D([], [], color=tone, marker=sign, label=label(quantity))
+            for quantity, tone, sign in _GATES
+        ],
+        loc="lower right",
+    )
+    gates.set_ylim(0, 1.04)
+    gates.set_ylabel("share")
+    lengths = sorted(ours["tokens"].dropna().unique())
+    for axis in (length, speed, gates):
+        axis.set_xscale("log")
+        axis.minorticks_off()
+        axis.set_xlabel("visual tokens of the prompt")
+    gates.set_xticks(lengths or [1], [f"{tokens:,.0f}" for tokens in lengths] or [""])
+    ticks = (20, 100, 500, 2_000, 10_000, 25_000)
+    for axis in (length, speed):
+        axis.set_xticks(
+            ticks, [f"{tick / 1000:g}k" if tick >= 1000 else str(tick) for tick in ticks]
+        )
+    seconds.set_xlabel("visual tokens of the prompt")
+    if ours.empty:
+        for axis in (seconds, gates):
+            no_data(axis)
+    for axis, title in zip(
+        axes.flatten(),
+        ("accepted length", "speed-up", "where the time goes", "what the target still tells"),
+        strict=True,
+    ):
+        axis.set_title(title)
+    n = ours.loc[ours["quantity"] == "accepted_length", "n"]
+    caption = (
+        f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; error bars: "
+        "95 % bootstrap over videos. The drafter was trained on texts about clips of all these "
+        "lengths. Look at whether the accepted length holds as the prompt grows, and what becomes of "
+        "the speed-up once a verify of many rows and the prefill cost more. Grey: SPARROW's table "
+        "4, Qwen2.5-VL-7B on an A800."
+    )
+    handles = _handles(not paper.empty)
+    finish(figure, "Decoding by visual length", caption, handles, 3)
+    return figure, frame
