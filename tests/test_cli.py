@@ -566,12 +566,16 @@ def test_make_gives_the_same_options_to_run_and_figures():
     ]
 
 
-def test_bulky_detail_stays_for_one_clip_of_each_benchmark():
-    clips = ["VDC-1", "VDC-0", "LVB-0"]
-    generations = pd.DataFrame({"benchmark": ["VDC", "VDC", "LVB"], "clip_id": clips})
-    detail = {column: [[1, 2]] * 4 for column in publish.CYCLE_DETAIL}
-    cycles = pd.DataFrame({"clip_id": [*clips, "VDC-1"], "n_accepted": [1, 2, 3, 4], **detail})
+def test_bulky_detail_stays_for_the_first_clips_of_each_benchmarks_first_seed(monkeypatch):
+    monkeypatch.setattr(publish, "SHOWN_CLIPS", 2)
+    clips = ["VDC-0-2", "VDC-0-1", "VDC-0-0", "VDC-1-0", "LVB-1-0"]
+    generations = pd.DataFrame({
+        "benchmark": ["VDC"] * 4 + ["LVB"], "clip_id": clips, "sample_seed": [0, 0, 0, 1, 1],
+    })  # fmt: skip
+    generations = pd.concat([generations, generations])  # of another method
+    detail = {column: [[1, 2]] * 6 for column in publish.CYCLE_DETAIL}
+    cycles = pd.DataFrame({"clip_id": [*clips, "VDC-0-0"], "n_accepted": range(6), **detail})
     kept = publish.slim(generations, cycles)
-    assert kept["n_accepted"].tolist() == [1, 2, 3, 4]
+    assert kept["n_accepted"].tolist() == [0, 1, 2, 3, 4, 5]
     for column in publish.CYCLE_DETAIL:
-        assert [value is None for value in kept[column]] == [True, False, False, True]
+        assert [value is None for value in kept[column]] == [True, False, False, True, False, False]

@@ -34,13 +34,14 @@ from vflash_analysis.results.sources import (
     that_decode,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
-from vflash_analysis.schemas import ANCHORS, TRAINING
+from vflash_analysis.schemas import ANCHORS, SHOWN_CLIPS, TRAINING
 from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import read_json
 
-SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
-# Bulky columns that only single cycles are shown from: kept for the first clip of each benchmark.
+SIZE_LIMIT = 4_000_000  # bytes of all tracked records together, film strips included
+# Bulky columns that single cycles and the quality of trees are shown from: kept for the first
+# SHOWN_CLIPS of each benchmark's first sample seed.
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
 
 TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
@@ -93,13 +94,16 @@ def chosen_records(
 
 
 def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
-    """Cycles without bulky detail, except those of the first clip of each benchmark.
+    """Cycles without bulky detail, except those of the first clips of each benchmark.
 
     Args:
-        generations: tells which clip belongs to which benchmark.
+        generations: tells which clip belongs to which benchmark and sample seed.
         cycles: every cycle; none is dropped.
     """
-    firsts = set(generations.groupby("benchmark")["clip_id"].min())
+    first_seed = generations.groupby("benchmark")["sample_seed"].transform("min")
+    own = generations.loc[generations["sample_seed"] == first_seed, ["benchmark", "clip_id"]]
+    own = own.drop_duplicates().sort_values("clip_id")
+    firsts = set(own.groupby("benchmark").head(SHOWN_CLIPS)["clip_id"])
     keep = cycles["clip_id"].isin(firsts)
     bare = {c: cycles[c].where(keep, None).astype(object) for c in CYCLE_DETAIL}
     return cycles.assign(**bare)

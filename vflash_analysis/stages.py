@@ -131,7 +131,7 @@ STAGES = {
             "50_decode_suite.ipynb",
             (*_TARGET, *_READING, "decode", "clips.clips_per_suite", "clips.on_bad_clip"),
             ("clips", "target", "drafter"),
-            ("generations.parquet", "cycles.parquet"),
+            ("generations.parquet", "cycles.parquet", "vocabulary.parquet"),
             takes=("benchmark", "sample_seed"),
         ),
         Stage(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -25,7 +25,13 @@ from vflash_analysis.metrics import (
     usable_cycles,
 )
 from vflash_analysis.paths import TRACKED_RECORDS, relative_to_root
-from vflash_analysis.records import DONE_NAME, MANIFEST_NAME, empty_records, read_records
+from vflash_analysis.records import (
+    DONE_NAME,
+    MANIFEST_NAME,
+    empty_records,
+    find_strips,
+    read_records,
+)
 from vflash_analysis.results.tidy import MEASURED, STORED, Origin
 from vflash_analysis.schemas import (
     ANCHORS,
@@ -35,11 +41,12 @@ from vflash_analysis.schemas import (
     CYCLES,
     GENERATIONS,
     TRAINING,
+    VOCABULARY,
     Schema,
 )
 from vflash_analysis.strict import read_json
 
-TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS)
+TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS, VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class Records:
         stale: shards reused though their code or inputs have changed.
         as_tracked: whether it is a run of the tracked profile without changed settings, so that
             tracked rows may stand beside its own.
+        strips: film strips of some clips, by clip_id.
     """
 
     generations: pd.DataFrame
@@ -60,11 +68,13 @@ class Records:
     anchors: pd.DataFrame
     training: pd.DataFrame
     costs: pd.DataFrame
+    vocabulary: pd.DataFrame
     status: str
     source: str
     lacking: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
     as_tracked: bool = False
+    strips: Mapping[str, Path] = field(default_factory=dict)
 
 
 def some_names(names: Sequence[str], most: int = 3) -> str:
@@ -125,6 +135,19 @@ def _refuse_measured_twice(costs: pd.DataFrame) -> None:
         )
 
 
+def _words_once(vocabulary: pd.DataFrame) -> pd.DataFrame:
+    """Each token of a target once, sorted; one token must not have two texts."""
+    words = vocabulary.drop_duplicates().sort_values(["target", "token_id"], ignore_index=True)
+    twice = words.duplicated(["target", "token_id"], keep=False)
+    if twice.any():
+        target, token_id = words.loc[twice, ["target", "token_id"]].iloc[0]
+        texts = words.loc[(words["target"] == target) & (words["token_id"] == token_id), "text"]
+        raise InputError(
+            f"vocabulary: token {token_id} of {target} has the texts {list(texts)}, allowed is 1"
+        )
+    return words
+
+
 def _refuse_mixed_run(decoded: Mapping[Path, pd.DataFrame]) -> None:
     """Refuses a run whose shards were decoded on several devices, by several readers and the like.
 
@@ -175,7 +198,9 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
     }
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
     found = records_from_frames(frames, source, STORED if folders is None else MEASURED)
-    return replace(found, as_tracked=folders is not None and all(map(_as_tracked, paths)))
+    as_tracked = folders is not None and all(map(_as_tracked, paths))
+    strips = {name: path for folder in paths for name, path in find_strips(folder).items()}
+    return replace(found, as_tracked=as_tracked, strips=strips)
 
 
 def _as_tracked(folder: Path) -> bool:
@@ -195,8 +220,8 @@ def records_from_frames(
     """Records from frames by schema name, as a notebook has them; an absent table is empty.
 
     Raises:
-        InputError: an unknown table, or one drafter's decode of a clip or one forward's cost is
-            there twice.
+        InputError: an unknown table, one drafter's decode of a clip or one forward's cost is there
+            twice, or a token has two texts.
     """
     names = {schema.name: schema for schema in TABLES}
     unknown = sorted(set(frames) - set(names))
@@ -205,8 +230,9 @@ def records_from_frames(
     full = {name: frames.get(name, empty_records(schema)) for name, schema in names.items()}
     _refuse_decoded_twice(full["generations"])
     _refuse_measured_twice(full["costs"])
-    generations, cycles, anchors, training, costs = (full[schema.name] for schema in TABLES)
-    return Records(generations, cycles, anchors, training, costs, status, source)
+    full[VOCABULARY.name] = _words_once(full[VOCABULARY.name])
+    generations, cycles, anchors, training, costs, words = (full[s.name] for s in TABLES)
+    return Records(generations, cycles, anchors, training, costs, words, status, source)
 
 
 def arm_names(facts: pd.DataFrame) -> list[str]:
