@@ -393,10 +393,11 @@ def demo(
     """Play one recorded clip side by side: autoregressive decoding and Tree-60."""
     from vflash_analysis import demo as player
     from vflash_analysis.publish import chosen_records
+    from vflash_analysis.results.playback import pick
 
     overrides = _overrides(set_)
     found = chosen_records(profile, overrides, all_clips=all_clips, keep_stale=keep_stale)
-    shown = player.pick(found, clip, ("ar", "tree60"))
+    shown = pick(found, clip, ("ar", "tree60"))
     player.play(shown, slower, Console())
     speedup = shown[0].decode_s / shown[1].decode_s
     same = shown[0].text == shown[1].text

@@ -24,6 +24,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.results.claims import check_readme, write_claims
 from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
+from vflash_analysis.results.replay import chosen_clips
 from vflash_analysis.results.report import build_results
 from vflash_analysis.results.sources import (
     TABLES,
@@ -231,6 +232,17 @@ def track_drafter(shard: Shard) -> Path:
     return place
 
 
+def track_strips(strips: Sequence[Path]) -> list[Path]:
+    """Put these film strips, those that the tracked replay shows, in place of the tracked ones."""
+    folder = paths.TRACKED_RECORDS / "strips"
+    tracked = [folder / path.name for path in strips]
+    for path, target in zip(strips, tracked, strict=True):
+        records.replace_atomically(target, partial(shutil.copyfile, path))
+    for path in set(folder.glob("*")) - set(tracked):
+        path.unlink()
+    return tracked
+
+
 def tracked_gates(n_samples: int) -> pd.DataFrame:
     """Gates of the tracked target and texts: gate, value, allowed, n, passed."""
     target = pd.read_csv(paths.TRACKED_RECORDS / TARGET_GATES[0])
@@ -290,7 +302,9 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
     written = []
     for schema in TABLES:
         records.write_records(drafts / f"{schema.name}.parquet", frames[schema.name], schema)
-    size = sum(path.stat().st_size for path in drafts.glob("*.parquet"))
+    strips = [found.strips[one] for one in chosen_clips(found) if one in found.strips]
+    sized = [*drafts.glob("*.parquet"), *strips]
+    size = sum(path.stat().st_size for path in sized)
     if size > SIZE_LIMIT:
         raise InputError(
             f"publish: records are {size:,} bytes, allowed: {SIZE_LIMIT:,}; see {drafts}"
@@ -303,6 +317,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         draft = drafts / target.name
         records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
+    written += track_strips(strips)
     for shard in shards:
         for name in TARGET_GATES if shard.stage == "target" else ():
             target = paths.TRACKED_RECORDS / name

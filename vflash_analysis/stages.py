@@ -179,6 +179,15 @@ STAGES = {
             falls_back=True,
         ),
         Stage(
+            "cycle",
+            "64_show_cycle_and_replay.ipynb",
+            (),
+            ("decode",),
+            ("F2_cycle.csv", "F3_replay.html", "F3_replay.gif"),
+            by_hand=("clip_id", "method", "cycle"),
+            falls_back=True,
+        ),
+        Stage(
             "beside_paper",
             "90_compare_paper.ipynb",
             ("bootstrap_samples",),
@@ -256,6 +265,7 @@ def _shard_parameters(
         ("speedup", {}),
         ("acceptance", {}),
         ("ablations", {"ablation": ablation}),
+        ("cycle", {}),
     ]
     return [*shards, ("beside_paper", {})]
 

@@ -125,7 +125,9 @@ def test_a_strip_is_small_and_holds_frames_in_order(shape, size, tmp_path):
     levels = np.linspace(0, 255, shape[0]).astype(np.uint8)
     frames = np.broadcast_to(levels[:, None, None, None], shape)
     write_strip(tmp_path / "s.jpg", np.ascontiguousarray(frames))
-    strip = np.asarray(Image.open(tmp_path / "s.jpg"))
+    with Image.open(tmp_path / "s.jpg") as found:
+        assert found.info["comment"] == str(min(shape[0], 32)).encode()
+        strip = np.asarray(found)
     assert strip.shape == (size[1], size[0], 3)
     means = strip.reshape(size[1], min(shape[0], 32), -1, 3).mean((0, 2, 3))
     expected = levels[np.linspace(0, shape[0] - 1, min(shape[0], 32)).round().astype(int)]

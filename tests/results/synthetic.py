@@ -416,7 +416,7 @@ def write_strip(path: Path, frames: int = 4, size: tuple[int, int] = (24, 18)) -
         frame = Image.new("RGB", size, (60 * number, 40, 200 - 40 * number))
         strip.paste(frame, (number * size[0], 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    strip.save(path, format="JPEG", quality=85)
+    strip.save(path, format="JPEG", quality=85, comment=str(frames))
 
 
 def write_synthetic(

@@ -64,7 +64,7 @@ def token_texts(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str]:
 
 
 def write_strip(path: Path, frames: np.ndarray) -> None:
-    """Frames side by side as one JPEG.
+    """Frames side by side as one JPEG, whose comment is their number.
 
     Args:
         path: the file.
@@ -79,7 +79,10 @@ def write_strip(path: Path, frames: np.ndarray) -> None:
     for place, number in enumerate(taken):
         frame = Image.fromarray(frames[number])
         strip.paste(frame.resize(size, Image.Resampling.LANCZOS), (place * size[0], 0))
-    replace_atomically(path, lambda draft: strip.save(draft, format="JPEG", quality=85))
+    count_told = str(len(taken))
+    replace_atomically(
+        path, lambda draft: strip.save(draft, format="JPEG", quality=85, comment=count_told)
+    )
 
 
 class StripWriter:
