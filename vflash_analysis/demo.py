@@ -1,14 +1,21 @@
-"""One clip decoded twice, side by side in the terminal, from recorded cycles.
+"""One clip decoded several ways, side by side: recorded cycles, or a clip of the user's own.
 
-    vflash demo
+    vflash demo                         plays a recorded clip in the terminal; nothing is decoded
+    vflash demo my.mp4 --prompt "…"     decodes it in a process of its own, writes replay and cycle
 
-Both panels fill at the pace at which the tokens were committed, slowed down; nothing is decoded.
+In the terminal the panels fill at the pace at which the tokens were committed, slowed down.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console
@@ -16,7 +23,15 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from vflash_analysis import config, paths
+from vflash_analysis.errors import InputError
+from vflash_analysis.results.one_cycle import one_cycle_frame
+from vflash_analysis.results.one_cycle_figure import one_cycle_figure
 from vflash_analysis.results.playback import Playback
+from vflash_analysis.results.replay import showing
+from vflash_analysis.results.report import write_replay
+from vflash_analysis.results.sources import load_records
+from vflash_analysis.results.style import save_figure
 
 
 def frame_at(shown: Sequence[Playback], seconds: float) -> Columns:
@@ -42,3 +57,39 @@ def play(shown: Sequence[Playback], slower: float, console: Console) -> None:
             live.update(frame_at(shown, seconds))
             time.sleep(0.05)
         live.update(frame_at(shown, longest))
+
+
+OWN_METHODS = ("ar", "chain", "tree60")
+
+
+def decode_own(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Have `own_clip` decode a clip; returns its clip_id and prompt.
+
+    Args:
+        request: the fields of `own_clip.Request`.
+
+    Raises:
+        InputError: the last line that the process left where it failed.
+    """
+    folders = {"VFLASH_ROOT": str(paths.ROOT), "VFLASH_RUNS": str(paths.RUNS)}
+    answer = subprocess.run(
+        [sys.executable, "-m", "vflash_analysis.own_clip"],
+        input=json.dumps(dict(request)),
+        capture_output=True,
+        text=True,
+        cwd=paths.ROOT,
+        env={**os.environ, **folders, **config.local_environment()},
+    )
+    if answer.returncode:
+        raise InputError((answer.stderr.strip().splitlines() or ["demo: no message"])[-1])
+    told: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return told
+
+
+def show_own(records_folder: Path, clip_id: str, out: Path) -> tuple[list[Playback], list[Path]]:
+    """Write the replay and the cycle of a clip that was decoded; returns decodes and files."""
+    records = load_records([records_folder])
+    shown = showing(records, clip_id, OWN_METHODS)
+    frame = one_cycle_frame(records, clip_id)
+    files = write_replay(out, [shown], "")
+    return list(shown.decodes), [*files, *save_figure(out, "F2_cycle", *one_cycle_figure(frame))]

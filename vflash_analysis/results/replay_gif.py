@@ -87,7 +87,7 @@ class _Card:
             told += f"   {self.shown.speedup:.2f}× on this clip"
         place = (left, y + (1 + len(self.prompt)) * SMALL_LINE + 1)
         pen.text(place, told, fill=GOOD if self.shown.identical else BAD, font=_font(12))
-        for number, one in enumerate(self.shown.decodes[:2]):
+        for number, one in enumerate((self.shown.decodes[0], self.shown.decodes[-1])):
             self._panel(pen, one, x + number * (self.column + GAP), y + self.top + 8, ms)
 
     def _panel(self, pen: ImageDraw.ImageDraw, one: Playback, x: int, y: int, ms: float) -> None:
