@@ -57,6 +57,7 @@ MASK = Fate("#e3e3e3", "#8c8c8c")
 def _cut(text: str) -> str:
     """A token as its box holds it: what cannot be seen made visible, what is long cut."""
     seen = text.replace("\n", "\\n").replace("\t", "\\t").strip(" ") or "␣"
+    seen = seen.replace("<|", "‹").replace("|>", "›")  # special tokens, narrower
     return seen if len(seen) <= LETTERS else seen[: LETTERS - 1] + "…"
 
 
