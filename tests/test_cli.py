@@ -20,6 +20,7 @@ from tests.results.synthetic import write_synthetic
 from vflash_analysis import cli, demo, environment, paths, publish, records, runner, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
+from vflash_analysis.results.playback import pick
 from vflash_analysis.results.sources import final_drafters, load_records
 from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import Bootstrap
@@ -366,20 +367,11 @@ def test_demo_shows_both_texts(tracked):
     assert "decode time ratio" in output
 
 
-def test_a_playback_fills_with_the_recorded_cycles(synthetic):
-    found = load_records([synthetic])
-    for one in demo.pick(found, None, ("ar", "tree60")):
-        assert one.at(0.0) == "" and one.at(one.decode_s) == one.text
-        lengths = [len(one.at(one.decode_s * i / 20)) for i in range(21)]
-        assert lengths == sorted(lengths)
+def test_the_demo_prints_both_texts_where_there_is_no_terminal(synthetic):
+    shown = pick(load_records([synthetic]), None, ("ar", "tree60"))
     paper = io.StringIO()
-    shown = demo.pick(found, None, ("ar", "tree60"))
     demo.play(shown, 4.0, Console(file=paper, force_terminal=False, width=120))
     assert "Autoregressive" in paper.getvalue() and "Tree-60" in paper.getvalue()
-    with pytest.raises(InputError, match="demo: found clip 'nothing'"):
-        demo.pick(found, "nothing", ("ar",))
-    with pytest.raises(InputError, match="'medusa' was not decoded on"):
-        demo.pick(found, None, ("ar", "medusa"))
 
 
 def test_publish_merges_a_finished_run_and_draws_from_it(synthetic, tmp_path, runs, monkeypatch):
@@ -444,6 +436,7 @@ def test_figures_and_tables_name_what_they_lack_and_what_they_reused(
     monkeypatch.setattr("vflash_analysis.results.report.FIGURES", tmp_path)
     monkeypatch.setattr("vflash_analysis.results.report.FIGURE_OF_TABLE", {})
     monkeypatch.setattr("vflash_analysis.results.report.FIGURE_OF_FRAME", {})
+    monkeypatch.setattr("vflash_analysis.results.report.write_replay", lambda *given: [])
     code, output = call("figures", "--profile", "smoke")
     lacking = "as not done: decode-VDC-1, decode-VDC-2, decode-VDC-3 and 1 more"
     assert code == 1 and f"not in it, {lacking}; vflash status says why" in output
@@ -462,6 +455,17 @@ def test_options_of_a_run_need_a_profile(tracked, option):
     with pytest.raises(InputError, match=r"--ablation.*: allowed with --profile only"):
         call("figures", option)
     assert not tracked.exists()
+
+
+def test_publish_tracks_the_strips_that_are_shown_and_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path / "tracked")
+    for names in (["a.jpg", "b.jpg"], ["b.jpg"], []):
+        strips = [tmp_path / name for name in names]
+        for path in strips:
+            path.write_text(f"{names}")
+        found = publish.track_strips(strips)
+        assert [path.read_text() for path in found] == [f"{names}"] * len(names)
+        assert sorted((tmp_path / "tracked" / "strips").glob("*")) == found
 
 
 def test_publish_tracks_the_drafters_of_the_first_training_seed(tmp_path, monkeypatch):
@@ -566,12 +570,16 @@ def test_make_gives_the_same_options_to_run_and_figures():
     ]
 
 
-def test_bulky_detail_stays_for_one_clip_of_each_benchmark():
-    clips = ["VDC-1", "VDC-0", "LVB-0"]
-    generations = pd.DataFrame({"benchmark": ["VDC", "VDC", "LVB"], "clip_id": clips})
-    detail = {column: [[1, 2]] * 4 for column in publish.CYCLE_DETAIL}
-    cycles = pd.DataFrame({"clip_id": [*clips, "VDC-1"], "n_accepted": [1, 2, 3, 4], **detail})
+def test_bulky_detail_stays_for_the_first_clips_of_each_benchmarks_first_seed(monkeypatch):
+    monkeypatch.setattr(publish, "SHOWN_CLIPS", 2)
+    clips = ["VDC-0-2", "VDC-0-1", "VDC-0-0", "VDC-1-0", "LVB-1-0"]
+    generations = pd.DataFrame({
+        "benchmark": ["VDC"] * 4 + ["LVB"], "clip_id": clips, "sample_seed": [0, 0, 0, 1, 1],
+    })  # fmt: skip
+    generations = pd.concat([generations, generations])  # of another method
+    detail = {column: [[1, 2]] * 6 for column in publish.CYCLE_DETAIL}
+    cycles = pd.DataFrame({"clip_id": [*clips, "VDC-0-0"], "n_accepted": range(6), **detail})
     kept = publish.slim(generations, cycles)
-    assert kept["n_accepted"].tolist() == [1, 2, 3, 4]
+    assert kept["n_accepted"].tolist() == [0, 1, 2, 3, 4, 5]
     for column in publish.CYCLE_DETAIL:
-        assert [value is None for value in kept[column]] == [True, False, False, True]
+        assert [value is None for value in kept[column]] == [True, False, False, True, False, False]

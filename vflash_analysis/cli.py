@@ -384,7 +384,18 @@ def report(
 
 @app.command()
 def demo(
-    profile: RecordsOption = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="CLIP", help="decode this video; none: play a record")
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="about CLIP; the target's own question without")] = "",
+    target: Annotated[Path | None, typer.Option(help="folder; the profile's without")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="folder; the tracked one without")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="gets replay and cycle; figures/latest/demo without")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="settings for CLIP (pocket), or whose records are played")
+    ] = None,
     set_: SetOption = None,
     all_clips: AllOption = False,
     keep_stale: StaleOption = False,
@@ -392,17 +403,40 @@ def demo(
     slower: Annotated[float, typer.Option(help="times slower than recorded", min=0.1)] = 4.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Play one recorded clip side by side: autoregressive decoding and Tree-60."""
+    """Decode CLIP plainly, as a chain and with Tree-60; or play a recorded clip side by side."""
     from vflash_analysis import demo as player
     from vflash_analysis.publish import chosen_records
+    from vflash_analysis.results.playback import pick
 
     overrides = _overrides(set_)
-    found = chosen_records(profile, overrides, all_clips=all_clips, keep_stale=keep_stale)
-    shown = player.pick(found, clip, ("ar", "tree60"))
+    if file is not None:
+        if clip is not None or all_clips or keep_stale:
+            raise InputError("--clip, --all, --keep-stale: allowed without CLIP only")
+        place = (out or paths.FIGURES / "latest" / "demo").expanduser().resolve()
+        given = {
+            name: str(path.expanduser().resolve()) if path else ""
+            for name, path in (("clip", file), ("target", target), ("drafter", drafter))
+        }
+        given |= {"prompt": prompt, "out": str(place / "records")}
+        told = player.decode_own(
+            {**given, "profile": profile or config.TRACKED_PROFILE, "overrides": overrides}
+        )
+        shown, files = player.show_own(place / "records", told["clip_id"], place)
+        print(f"prompt: {told['prompt']}")
+    else:
+        if prompt or target or drafter or out:
+            raise InputError("--prompt, --target, --drafter, --out: allowed with CLIP only")
+        found = chosen_records(profile, overrides, all_clips=all_clips, keep_stale=keep_stale)
+        shown, files = pick(found, clip, ("ar", "tree60")), []
     player.play(shown, slower, Console())
-    speedup = shown[0].decode_s / shown[1].decode_s
-    same = shown[0].text == shown[1].text
-    print(f"{shown[0].clip_id} alone: same text: {same}; decode time ratio {speedup:.2f}")
+    for one in shown[1:]:
+        same = one.token_ids == shown[0].token_ids
+        ratio = shown[0].decode_s / one.decode_s
+        print(
+            f"{one.clip_id} alone, {one.title}: same tokens: {same}; decode time ratio {ratio:.2f}"
+        )
+    for path in files:
+        print(paths.relative_to_root(path))
     _say({one.method: {"decode_s": one.decode_s, "text": one.text} for one in shown}, as_json)
 
 

@@ -149,11 +149,14 @@ class OpenStage:
 
 
 def _files_of(folder: Path) -> list[str]:
-    """Results directly in the folder; working files are not declared."""
-    kinds = (".csv", ".json", ".jsonl", ".parquet", ".md", ".tex", ".svg", ".pdf", ".png")
+    """Results directly in the folder and film strips; working files are not declared."""
+    kinds = (
+        ".csv", ".json", ".jsonl", ".parquet", ".md", ".tex", ".svg", ".pdf", ".png", ".html",
+        ".gif", ".jpg",
+    )  # fmt: skip
     return [
-        path.name
-        for path in folder.glob("*")
+        path.relative_to(folder).as_posix()
+        for path in (*folder.glob("*"), *records.find_strips(folder).values())
         if path.suffix in kinds and not path.name.startswith(".") and path.stat().st_size
     ]
 

@@ -24,6 +24,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.results.claims import check_readme, write_claims
 from vflash_analysis.results.curves import VALIDATION
 from vflash_analysis.results.difficulty import difficulty_gates
+from vflash_analysis.results.replay import chosen_clips
 from vflash_analysis.results.report import build_results
 from vflash_analysis.results.sources import (
     TABLES,
@@ -35,13 +36,14 @@ from vflash_analysis.results.sources import (
     tracked_studies,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
-from vflash_analysis.schemas import ANCHORS, CYCLES, STUDIES, TRAINING, Schema
+from vflash_analysis.schemas import ANCHORS, CYCLES, SHOWN_CLIPS, STUDIES, TRAINING, Schema
 from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import read_json
 
-SIZE_LIMIT = 2_000_000  # bytes of all tracked records together
-# Bulky columns that only single cycles are shown from: kept for the first clip of each benchmark.
+SIZE_LIMIT = 4_000_000  # bytes of all tracked records together, film strips included
+# Bulky columns that single cycles and the quality of trees are shown from: kept for the first
+# SHOWN_CLIPS of each benchmark's first sample seed.
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
 
 TRACKED_DRAFTERS = paths.DATA / "pocket" / "drafters"
@@ -104,13 +106,16 @@ def chosen_records(
 
 
 def slim(generations: pd.DataFrame, cycles: pd.DataFrame) -> pd.DataFrame:
-    """Cycles without bulky detail, except those of the first clip of each benchmark.
+    """Cycles without bulky detail, except those of the first clips of each benchmark.
 
     Args:
-        generations: tells which clip belongs to which benchmark.
+        generations: tells which clip belongs to which benchmark and sample seed.
         cycles: every cycle; none is dropped.
     """
-    firsts = set(generations.groupby("benchmark")["clip_id"].min())
+    first_seed = generations.groupby("benchmark")["sample_seed"].transform("min")
+    own = generations.loc[generations["sample_seed"] == first_seed, ["benchmark", "clip_id"]]
+    own = own.drop_duplicates().sort_values("clip_id")
+    firsts = set(own.groupby("benchmark").head(SHOWN_CLIPS)["clip_id"])
     keep = cycles["clip_id"].isin(firsts)
     bare = {c: cycles[c].where(keep, None).astype(object) for c in CYCLE_DETAIL}
     return cycles.assign(**bare)
@@ -248,6 +253,17 @@ def track_drafter(shard: Shard) -> Path:
     return place
 
 
+def track_strips(strips: Sequence[Path]) -> list[Path]:
+    """Put these film strips, those that the tracked replay shows, in place of the tracked ones."""
+    folder = paths.TRACKED_RECORDS / "strips"
+    tracked = [folder / path.name for path in strips]
+    for path, target in zip(strips, tracked, strict=True):
+        records.replace_atomically(target, partial(shutil.copyfile, path))
+    for path in set(folder.glob("*")) - set(tracked):
+        path.unlink()
+    return tracked
+
+
 def tracked_gates(n_samples: int) -> pd.DataFrame:
     """Gates of the tracked target and texts: gate, value, allowed, n, passed."""
     target = pd.read_csv(paths.TRACKED_RECORDS / TARGET_GATES[0])
@@ -310,9 +326,9 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             if len(frame) or not place:
                 records.write_records(drafts / place / f"{schema.name}.parquet", frame, schema)
     kept = [paths.TRACKED_RECORDS / name for name in STUDIES if name not in measured]
-    size = sum(
-        path.stat().st_size for place in (drafts, *kept) for path in place.rglob("*.parquet")
-    )
+    strips = [found.strips[one] for one in chosen_clips(found) if one in found.strips]
+    sized = [path for place in (drafts, *kept) for path in place.rglob("*.parquet")]
+    size = sum(path.stat().st_size for path in (*sized, *strips))
     if size > SIZE_LIMIT:
         raise InputError(
             f"publish: records are {size:,} bytes, allowed: {SIZE_LIMIT:,}; see {drafts}"
@@ -325,6 +341,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         target.parent.mkdir(parents=True, exist_ok=True)
         records.replace_atomically(target, partial(shutil.copyfile, draft))
         written.append(target)
+    written += track_strips(strips)
     for shard in shards:
         for name in TARGET_GATES if shard.stage == "target" else ():
             target = paths.TRACKED_RECORDS / name

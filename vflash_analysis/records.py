@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pandas as pd
@@ -223,6 +223,16 @@ def part_path(folder: str | Path, schema: Schema, part_id: str) -> Path:
     if not part_id:
         raise InputError(f"{folder}: a part needs a non-empty id")
     return Path(folder) / "parts" / schema.name / f"{quote(part_id, safe='')}.parquet"
+
+
+def strip_path(folder: str | Path, clip_id: str) -> Path:
+    """Where a clip's film strip lies beside the records of its decodes."""
+    return Path(folder) / "strips" / f"{quote(clip_id, safe='')}.jpg"
+
+
+def find_strips(folder: str | Path) -> dict[str, Path]:
+    """The film strips of a folder, by clip_id."""
+    return {unquote(path.stem): path for path in sorted(Path(folder).glob("strips/*.jpg"))}
 
 
 def write_part(folder: str | Path, schema: Schema, part_id: str, rows: Rows) -> int:

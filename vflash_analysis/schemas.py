@@ -20,6 +20,7 @@ WITH_DRAFTER = (*VFLASH_METHODS, HF_DFLASH)  # run once per drafter
 ON_FEW_CLIPS = ("lookup", *COMPARISON_METHODS)  # decode `decode.comparison_clips` clips
 BLOCK_SIZE = 16  # most slots of a block: the anchor and 15 masks
 TREE_NODES = 60  # of `tree60`, the anchor not counted
+SHOWN_CLIPS = 4  # of a suite and sample seed: kept with strips and every detail of their cycles
 VERIFY_ROWS = 1 + TREE_NODES  # the most rows one verify appends
 STUDIES = ("lengths", "design")  # decodes that are never pooled with a run's others
 # Name of the paper's target; its "-chat-hf" variant is another one.
@@ -71,7 +72,7 @@ _TRAINED_DRAFTER_FIELDS = {
 
 GENERATIONS = _schema(
     "generations",
-    1,
+    2,
     {
         **_KEY_FIELDS,
         "repeat": pa.int64(),
@@ -96,6 +97,7 @@ GENERATIONS = _schema(
         "frames_requested": pa.int64(),
         "frames_used": pa.int64(),
         "reader": pa.string(),
+        "prompt": pa.string(),
         "prompt_sha256": pa.string(),
         "template_sha256": pa.string(),
         "new_tokens": pa.int64(),
@@ -109,6 +111,7 @@ GENERATIONS = _schema(
         "decode_s": pa.float64(),
         "text": pa.string(),
         "token_ids": _TOKENS,
+        "text_ends": _TOKENS,
         "output_sha256": pa.string(),
         "identical_to_ar": pa.bool_(),
         "first_divergence": pa.int64(),
@@ -123,12 +126,13 @@ Keys are never null: `drafter_sha256` and `setting` are "" where there is none. 
 `warmup` true and a negative `repeat`. `reader` is name and version ("decord 0.6.0"). `status` is
 "ok" or "failed" (then `reason` says why and every measured column is null). `divergence_kind` is
 null, "near_tie" or "logic_error"; `first_divergence` is the 0-based index of the first token that
-differs from `ar`. Seconds are `*_s`.
+differs from `ar`. Seconds are `*_s`. `prompt` is the question without chat template;
+`text[: text_ends[n - 1]]` is what a reader sees after n tokens, whole characters only.
 """
 
 CYCLES = _schema(
     "cycles",
-    1,
+    2,
     {
         **_KEY_FIELDS,
         "repeat": pa.int64(),
@@ -148,11 +152,22 @@ CYCLES = _schema(
         "draft_logprobs": pa.list_(pa.float32()),
         "target_token_ids": _TOKENS,
         "target_rank": _TOKENS,
+        "tree_s": pa.float64(),
     },
 )
 """One row per cycle. `n_accepted` counts draft tokens equal to the target's choice and kept,
 `n_committed` all tokens kept; `censored` marks a cycle cut by the stop token or the cap. Slots
-after the cut were never judged. `end_s` is seconds since decode start."""
+after the cut were never judged. `end_s` is seconds since decode start. `tree_s` is the part of
+`other_s` spent building a tree; null for a method that builds none."""
+
+VOCABULARY = _schema(
+    "vocabulary",
+    1,
+    {"target": pa.string(), "token_id": pa.int64(), "text": pa.string()},
+    {},
+)
+"""One row per token that occurs in drafts or texts: what the target's tokenizer makes of it alone,
+special tokens by their names."""
 
 ANCHORS = _schema(
     "anchors",
@@ -293,5 +308,15 @@ summed first, so a quantity is a ratio of sums. A clip that failed is one row of
 FAILED_CLIP with a `reason` and nulls."""
 
 SCHEMAS = {
-    s.name: s for s in (GENERATIONS, CYCLES, ANCHORS, TRAINING, CONTINUATIONS, COSTS, MEASURES)
+    s.name: s
+    for s in (
+        GENERATIONS,
+        CYCLES,
+        VOCABULARY,
+        ANCHORS,
+        TRAINING,
+        CONTINUATIONS,
+        COSTS,
+        MEASURES,
+    )
 }

@@ -132,7 +132,7 @@ STAGES = {
             "50_decode_suite.ipynb",
             (*_TARGET, *_READING, "decode", "clips.clips_per_suite", "clips.on_bad_clip"),
             ("clips", "target", "drafter"),
-            ("generations.parquet", "cycles.parquet"),
+            ("generations.parquet", "cycles.parquet", "vocabulary.parquet"),
             takes=("benchmark", "sample_seed"),
         ),
         Stage(
@@ -220,6 +220,15 @@ STAGES = {
             falls_back=True,
         ),
         Stage(
+            "cycle",
+            "64_show_cycle_and_replay.ipynb",
+            (),
+            ("decode",),
+            ("F2_cycle.csv", "F3_replay.html", "F3_replay.gif"),
+            by_hand=("clip_id", "method", "cycle"),
+            falls_back=True,
+        ),
+        Stage(
             "beside_paper",
             "90_compare_paper.ipynb",
             ("bootstrap_samples",),
@@ -301,6 +310,7 @@ def _shard_parameters(
         ("speedup", {}),
         ("acceptance", {}),
         ("ablations", {"ablation": ablation}),
+        ("cycle", {}),
     ]
     return [*shards, ("beside_paper", {})]
 

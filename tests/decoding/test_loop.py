@@ -205,9 +205,13 @@ def test_case121_every_lap_is_synchronised_at_both_ends():
     assert clock.syncs == 2
     timer.lap("other_s")
     timer.lap("draft_s")
-    assert timer.take() == {"draft_s": 2.0, "verify_s": 0.0, "other_s": 1.0}
-    assert timer.take() == {"draft_s": 0.0, "verify_s": 0.0, "other_s": 0.0}
-    assert timer.elapsed_s == 3.0
+    assert timer.take() == {"draft_s": 2.0, "verify_s": 0.0, "other_s": 1.0, "tree_s": None}
+    timer.lap("tree_s")
+    timer.lap("other_s")
+    timer.lap("tree_s")
+    assert timer.take() == {"draft_s": 0.0, "verify_s": 0.0, "other_s": 3.0, "tree_s": 2.0}
+    assert timer.take() == {"draft_s": 0.0, "verify_s": 0.0, "other_s": 0.0, "tree_s": None}
+    assert timer.elapsed_s == 6.0
     plain = Timer("cpu")
     assert plain._synchronize is None, "the CPU needs no synchronisation"
 
@@ -222,6 +226,8 @@ def test_parts_sum_to_the_cycle_and_cycles_to_the_text(bench, text):
             end += cycle.draft_s + cycle.verify_s + cycle.other_s
             assert cycle.end_s == pytest.approx(end)
             assert cycle.verify_s == 0.25
+            assert cycle.tree_s == (0.25 if spec == "tree60" else None)
+            assert cycle.other_s == (0.75 if spec == "tree60" else 0.5)
         assert found.decode_s == pytest.approx(end)
         if spec == "ar":
             assert found.context_projection_s == 0.0

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from tests.tiny import tiny_drafter, tiny_frames, tiny_target
 from vflash_analysis.clips.lists import Clip
@@ -25,8 +26,8 @@ from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
 from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.errors import InputError
-from vflash_analysis.records import part_path, read_records, sha256_of_file
-from vflash_analysis.schemas import CYCLES, GENERATIONS
+from vflash_analysis.records import find_strips, part_path, read_records, sha256_of_file
+from vflash_analysis.schemas import CYCLES, GENERATIONS, VOCABULARY
 
 FRAMES = 2
 FACTS = ShardFacts(run_id="run", profile="smoke", sample_seed=0, num_frames=FRAMES)
@@ -139,6 +140,23 @@ def test_rows_of_every_method_clip_and_cycle(target, drafters, clips, tmp_path):
     counts = generations.set_index(["method", "setting", "clip_id", "repeat"])["verify_calls"]
     for clip_id in ("c0", "c1", "c2"):
         assert counts["hf_generate", "", clip_id, 0] == counts["ar", "", clip_id, 0]
+    assert cycles["tree_s"].notna().equals(cycles["method"] == "tree60")
+    assert (cycles["tree_s"].dropna() <= cycles.loc[cycles["method"] == "tree60", "other_s"]).all()
+    # What a reader looks at.
+    assert set(generations["prompt"]) == {"describe the clip"}
+    for _, row in generations.iterrows():
+        ends = row["text_ends"]
+        assert len(ends) == row["new_tokens"] and ends[-1] == len(row["text"])
+        shown = target.tokenizer.decode(row["token_ids"][:2], skip_special_tokens=True)
+        assert row["text"][: ends[1]] == shown
+    words = read_records(tmp_path / "vocabulary.parquet", VOCABULARY)
+    lists = [*generations["token_ids"], *cycles["draft_token_ids"]]
+    occurring = sorted({int(one) for ids in lists for one in ids})
+    assert words["token_id"].tolist() == occurring
+    assert words["text"].tolist() == [target.tokenizer.decode([one]) for one in occurring]
+    assert set(words["target"]) == set(generations["target"])
+    strips = {name: Image.open(path).size for name, path in find_strips(tmp_path).items()}
+    assert strips == {f"c{number}": (FRAMES * 28, 24) for number in range(3)}
     assert len(lines) == 4 and all("\r" not in line for line in lines)
     assert lines[0].startswith("clip 1/3 | c0: ms/token ar ") and "left" in lines[0]
     assert lines[-1] == (

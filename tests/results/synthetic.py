@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
-from vflash_analysis.records import blank_row, typed_frame, write_records
+from vflash_analysis.records import blank_row, strip_path, typed_frame, write_records
 from vflash_analysis.results.sources import Records, records_from_frames
 from vflash_analysis.schemas import (
     ANCHORS,
@@ -26,9 +27,25 @@ from vflash_analysis.schemas import (
     ROW_KEY,
     SCHEMAS,
     TRAINING,
+    VOCABULARY,
 )
 
 DEVICE = "2 CPU cores"
+# Token ids are places in this list; some texts have what a key of `setting` or a page must not break.
+WORDS = (
+    "a",
+    " red",
+    " square",
+    " é",
+    " <b>",
+    " a;b=c%",
+    " moves",
+    " left",
+    ",",
+    " then",
+    " stops",
+    ".",
+)
 STRENGTH = {
     "mask_only": 0.0,
     "mask_only_2x": 0.012,
@@ -194,6 +211,32 @@ def cycle_row(row: dict[str, object], number: int) -> dict[str, object]:
     return blank_row(CYCLES) | keys | {"cycle": number, "start_position": 300 + number}
 
 
+def tokens_of(clip_id: str, count: int) -> dict[str, object]:
+    """The columns of a text of that many tokens, the same for every method."""
+    ids = np.random.default_rng([17, *clip_id.encode()]).integers(0, len(WORDS), count).tolist()
+    words = [WORDS[one] for one in ids]
+    ends = np.cumsum([len(word) for word in words]).tolist()
+    return {"token_ids": ids, "text": "".join(words), "text_ends": ends}
+
+
+def proposal_of(method: str, coming: list[int], accepted: int) -> dict[str, object]:
+    """A proposal of which the first `accepted` tokens of `coming` are right, in detail.
+
+    The chain has 15 slots; in a slot of the tree a wrong token stands beside the right one.
+    """
+    chain = [*coming[:accepted], *[(one + 1) % len(WORDS) for one in coming[accepted:15]]]
+    chain += [0] * (15 - len(chain))
+    drafts, parents = list(chain), list(range(-1, 14))
+    if method == "tree60":
+        drafts += [(one + 2) % len(WORDS) for one in chain[: accepted + 1]]
+        parents += list(range(-1, accepted))
+    return {
+        "draft_token_ids": drafts,
+        "draft_parents": parents,
+        "draft_logprobs": [-0.125 * (1 + number % 15) for number in range(len(drafts))],
+    }
+
+
 def decode_clip(
     method: str, clip_id: str, benchmark: str, rate: float, stream: int, device: str = DEVICE
 ) -> tuple[dict[str, object], list[dict[str, object]]]:
@@ -201,7 +244,9 @@ def decode_clip(
     length_stream = np.random.default_rng([11, *clip_id.encode()])
     new_tokens = int(length_stream.integers(60, 110))
     generator = np.random.default_rng([13, stream, *clip_id.encode()])
-    row = generation_row(method, clip_id, benchmark, device)
+    row = generation_row(method, clip_id, benchmark, device) | tokens_of(clip_id, new_tokens)
+    row |= {"prompt": f"What does clip {clip_id} show?"}
+    ids = row["token_ids"]
     ar_ms = 6.0 + float(length_stream.normal(0, 0.1))
     if method in ("ar", "hf_generate"):
         slow = 1.25 if method == "hf_generate" else 1.0
@@ -218,7 +263,9 @@ def decode_clip(
         step = {"n_accepted": 0, "n_committed": 1, "censored": False, "draft_s": 0.0}
         step |= {"verify_s": ar_ms / 1000, "other_s": 0.0}
         return row, [
-            cycle_row(row, n) | step | {"end_s": (n + 1) * ar_ms / 1000}
+            cycle_row(row, n)
+            | step
+            | {"end_s": (n + 1) * ar_ms / 1000, "target_token_ids": [ids[n + 1]]}
             for n in range(new_tokens - 1)
         ]
     cycles = []
@@ -249,8 +296,14 @@ def decode_clip(
                 "other_s": other / 1000,
                 "end_s": seconds,
                 "draft_token_ids": [0] * 15 if method == "chain" and not cycles else None,
+                "tree_s": 0.0004 if method == "tree60" else None,
             }
         )
+        if clip_id.endswith("-00"):  # kept in detail
+            coming = ids[committed + 1 :]
+            cycles[-1] |= proposal_of(method, coming, accepted if not censored else kept)
+            ranks = [0] * kept + [1] * (n_committed - kept)
+            cycles[-1] |= {"target_token_ids": coming[:n_committed], "target_rank": ranks}
         committed += n_committed
     if method == "hf_dflash":
         seconds *= 1.3
@@ -389,6 +442,23 @@ def measure_rows(
     return pd.DataFrame(rows)[list(MEASURES.columns)]
 
 
+def vocabulary_rows() -> pd.DataFrame:
+    """VOCABULARY of WORDS."""
+    target = generation_row("ar", "a")["target"]
+    rows = [{"target": target, "token_id": i, "text": word} for i, word in enumerate(WORDS)]
+    return pd.DataFrame(rows)
+
+
+def write_strip(path: Path, frames: int = 4, size: tuple[int, int] = (24, 18)) -> None:
+    """A strip of plain frames, each of another colour."""
+    strip = Image.new("RGB", (frames * size[0], size[1]))
+    for number in range(frames):
+        frame = Image.new("RGB", size, (60 * number, 40, 200 - 40 * number))
+        strip.paste(frame, (number * size[0], 0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    strip.save(path, format="JPEG", quality=85, comment=str(frames))
+
+
 def write_synthetic(
     folder: Path,
     arms: tuple[str, ...] = tuple(STRENGTH),
@@ -398,7 +468,7 @@ def write_synthetic(
     n_clips: int = 4,
     n_anchors: int = 20,
 ) -> Path:
-    """Writes the six record files of a synthetic place and returns the folder."""
+    """Writes the record files of a synthetic place, with film strips, and returns the folder."""
     generations, cycles = decode_rows(arms, seeds, budgets, sizes, n_clips)
     write_records(folder / "generations.parquet", generations, GENERATIONS)
     write_records(folder / "cycles.parquet", cycles, CYCLES)
@@ -407,6 +477,9 @@ def write_synthetic(
     write_records(folder / "training.parquet", training_rows(arms, seeds, budgets, sizes), TRAINING)
     write_records(folder / "costs.parquet", cost_rows(), COSTS)
     write_records(folder / "measures.parquet", measure_rows(), MEASURES)
+    write_records(folder / "vocabulary.parquet", vocabulary_rows(), VOCABULARY)
+    for benchmark in BENCHMARKS:
+        write_strip(strip_path(folder, f"{benchmark}-00"))
     return folder
 
 

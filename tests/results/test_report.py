@@ -31,6 +31,7 @@ def figures(tmp_path, monkeypatch) -> Path:
 def tables_only(monkeypatch):
     monkeypatch.setattr(report, "FIGURE_OF_TABLE", {})
     monkeypatch.setattr(report, "FIGURE_OF_FRAME", {})
+    monkeypatch.setattr(report, "write_replay", lambda folder, shown, told: [])
 
 
 def test_tables_and_figures_of_a_run_go_to_latest(records, figures, monkeypatch):
@@ -40,7 +41,9 @@ def test_tables_and_figures_of_a_run_go_to_latest(records, figures, monkeypatch)
     endings = dict.fromkeys(TABLES, ("csv", "md", "tex"))
     endings["F1_speedup"] = ("svg", "pdf", "png", "csv")
     assert [path.relative_to(figures).as_posix() for path in paths] == [
-        f"latest/{item}.{ending}" for item, own in endings.items() for ending in own
+        *(f"latest/{item}.{ending}" for item, own in endings.items() for ending in own),
+        "latest/F3_replay.html",
+        "latest/F3_replay.gif",
     ]
     assert all(path.stat().st_size > 0 for path in paths)
     for item in TABLES:

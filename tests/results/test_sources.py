@@ -27,7 +27,7 @@ from vflash_analysis.results.sources import (
     method_rows,
     records_from_frames,
 )
-from vflash_analysis.schemas import ANCHORS, GENERATIONS
+from vflash_analysis.schemas import ANCHORS, BENCHMARKS, GENERATIONS, VOCABULARY
 
 SETTINGS = {"arms": ("self_reveal",), "seeds": (1,), "budgets": (100,), "sizes": (100,)}
 
@@ -251,3 +251,23 @@ def test_a_method_is_read_at_its_default_setting_and_final_drafters(records):
         drafter_columns("mask_only", seed, 200, 100)["drafter_sha256"] for seed in (1, 2)
     }
     assert len(method_rows(group, records, "chain")) > len(rows)
+
+
+def test_the_words_of_several_folders_are_merged_and_must_agree(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    texts = ({3: " red", 1: "a"}, {3: " red", 2: ","})
+    for folder, words in zip(folders, texts, strict=True):
+        decoded(folder, folder.name)
+        rows = [{"target": "t", "token_id": i, "text": text} for i, text in words.items()]
+        write_records(folder / "vocabulary.parquet", rows, VOCABULARY)
+    words = load_records(folders).vocabulary
+    assert words[["token_id", "text"]].values.tolist() == [[1, "a"], [2, ","], [3, " red"]]
+    other = [{"target": "t", "token_id": 3, "text": " blue"}]
+    write_records(folders[1] / "vocabulary.parquet", other, VOCABULARY)
+    with pytest.raises(InputError, match=r"token 3 of t has the texts .' red', ' blue'."):
+        load_records(folders)
+
+
+def test_strips_of_all_folders_are_found(place, records):
+    assert sorted(records.strips) == sorted(f"{name}-00" for name in BENCHMARKS)
+    assert all(path.is_file() and place in path.parents for path in records.strips.values())

@@ -23,6 +23,7 @@ from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.loop import Cycle, Generation, decode
 from vflash_analysis.decoding.lossless import ExactLogits, judge
 from vflash_analysis.decoding.plan import Planned, of_clip
+from vflash_analysis.decoding.shown import text_ends
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
@@ -165,6 +166,7 @@ class ClipDecoder:
             "video_sha256": verified_sha256(clip),
             "prompt_tokens": len(prompt.input_ids),
             "video_tokens": prompt.video_tokens,
+            "prompt": clip.prompt,
             "prompt_sha256": prompt_sha256(clip.prompt),
             "template_sha256": self._target.template_sha256,
         }
@@ -221,14 +223,17 @@ class ClipDecoder:
             return self._failed(clip, planned, repeat, reason_of(error)), []
         ids = np.asarray(found.token_ids, dtype=np.int32)
         row = blank_row(GENERATIONS) | self._identity(clip, planned, repeat) | prompt[2]
+        tokenizer = self._target.tokenizer
+        text = tokenizer.decode(found.token_ids, skip_special_tokens=True)
         row |= {
             "new_tokens": len(found.token_ids),
             "stop_reason": found.stop_reason,
             "verify_calls": found.verify_calls,
             "draft_calls": found.draft_calls,
             "decode_s": found.decode_s,
-            "text": self._target.tokenizer.decode(found.token_ids, skip_special_tokens=True),
+            "text": text,
             "token_ids": found.token_ids,
+            "text_ends": text_ends(tokenizer, found.token_ids, text),
             "output_sha256": hashlib.sha256(ids.tobytes()).hexdigest(),
             "status": "ok",
         }

@@ -37,6 +37,8 @@ class Cycle:
         n_accepted: committed tokens that were drafts.
         n_committed: committed tokens, 1 or more.
         censored: whether the stop token or the cap cut off tokens the target had confirmed.
+        draft_s, verify_s, other_s: the parts of the cycle, which sum to it.
+        tree_s: of other_s, what building the tree took; None where none was built.
         end_s: seconds from the start of decoding to the end of this cycle.
     """
 
@@ -52,6 +54,7 @@ class Cycle:
     draft_s: float
     verify_s: float
     other_s: float
+    tree_s: float | None
     end_s: float
 
 

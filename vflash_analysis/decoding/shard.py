@@ -3,13 +3,15 @@
     decode_shard(target, drafters, clips, reader, settings.decode, stage.folder, facts)
 
 Clip by clip, all methods from one prefill. The rows of a clip are written together when it is done,
-so a killed run resumes at the next clip; the tables are merged at the end. Hugging Face's own
-loops run in the same pass where `decode.methods` names `hf_generate` or `hf_dflash`.
+so a killed run resumes at the next clip; the tables are merged at the end. Beside them lie the
+texts of all tokens that occur, and film strips of the first clips. Hugging Face's own loops run in
+the same pass where `decode.methods` names `hf_generate` or `hf_dflash`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,17 @@ from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.clip import WARMUP, ClipDecoder, Row, ShardFacts
 from vflash_analysis.decoding.lossless import NEAR_TIE, check_lossless
 from vflash_analysis.decoding.plan import Planned, of_clip, plan_methods
+from vflash_analysis.decoding.shown import StripWriter, token_texts
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import Target
-from vflash_analysis.records import merge_parts, part_path, read_records, write_part
-from vflash_analysis.schemas import CYCLES, GENERATIONS
+from vflash_analysis.records import (
+    merge_parts,
+    part_path,
+    read_records,
+    write_part,
+    write_records,
+)
+from vflash_analysis.schemas import CYCLES, GENERATIONS, SHOWN_CLIPS, VOCABULARY
 from vflash_analysis.training.progress import Progress
 
 
@@ -35,7 +44,7 @@ def decode_shard(
     facts: ShardFacts,
     log: Callable[[str], None] = print,
 ) -> None:
-    """Decode clips with every method and write `generations.parquet` and `cycles.parquet`.
+    """Decode clips with every method; writes the tables of generations, cycles and vocabulary.
 
     Args:
         target: the target.
@@ -43,7 +52,8 @@ def decode_shard(
         clips: of one suite and sample seed.
         reader: reads frames (`clips.read.FrameReader`).
         settings: methods, cap, tree, warm-up, repeats.
-        out_folder: gets the tables; parts of finished clips under `parts/`.
+        out_folder: gets the tables; parts of finished clips under `parts/`, frames of the first
+            SHOWN_CLIPS as strips under `strips/`.
         facts: run id, profile, sample seed, frames, what to do with bad clips.
         log: prints one line.
 
@@ -74,7 +84,8 @@ def decode_planned(
     if not clips:
         raise InputError("decode: found no clips")
     out_folder = Path(out_folder)
-    decoder = ClipDecoder(target, planned, reader, settings, facts)
+    shown = StripWriter(reader, out_folder, clips[:SHOWN_CLIPS])
+    decoder = ClipDecoder(target, planned, shown, settings, facts)
     waiting = [
         (turn, clip)
         for turn, clip in enumerate(clips)
@@ -93,6 +104,7 @@ def decode_planned(
     ids = [clip.clip_id for clip in clips]
     merge_parts(out_folder, CYCLES, ids)
     merge_parts(out_folder, GENERATIONS, ids)
+    _write_vocabulary(target, out_folder)
     _conclude(target, out_folder, log)
 
 
@@ -133,6 +145,16 @@ def _is_finished(
     return (
         found == wanted and set(rows["status"]) == {"ok"} and set(rows["run_id"]) == {facts.run_id}
     )
+
+
+def _write_vocabulary(target: Target, folder: Path) -> None:
+    """The text of every token in the merged tables' drafts and texts."""
+    generations = read_records(folder / f"{GENERATIONS.name}.parquet", GENERATIONS)
+    cycles = read_records(folder / f"{CYCLES.name}.parquet", CYCLES)
+    lists = [*generations["token_ids"].dropna(), *cycles["draft_token_ids"].dropna()]
+    texts = token_texts(target.tokenizer, chain.from_iterable(lists))
+    rows = [{"target": target.source, "token_id": i, "text": t} for i, t in texts.items()]
+    write_records(folder / f"{VOCABULARY.name}.parquet", rows, VOCABULARY)
 
 
 def _conclude(target: Target, folder: Path, log: Callable[[str], None]) -> None:

@@ -9,10 +9,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypedDict
 
 import torch
 
-PARTS = ("draft_s", "verify_s", "other_s")
+PARTS = ("draft_s", "verify_s", "other_s")  # of a cycle
+TREE = "tree_s"  # a lap of its own within "other_s"
+
+
+class Parts(TypedDict):
+    """What PARTS and TREE took, in seconds."""
+
+    draft_s: float
+    verify_s: float
+    other_s: float
+    tree_s: float | None
 
 
 class Timer:
@@ -38,6 +49,7 @@ class Timer:
         self._synchronize = synchronize
         self._begin = self._last = 0.0
         self._parts = dict.fromkeys(PARTS, 0.0)
+        self._tree_s: float | None = None
 
     def _now(self) -> float:
         if self._synchronize is not None:
@@ -46,22 +58,29 @@ class Timer:
 
     def start(self) -> None:
         """Begins: everything from here to the next lap belongs to that lap."""
-        self._parts = dict.fromkeys(PARTS, 0.0)
+        self.take()
         self._begin = self._last = self._now()
 
     def lap(self, part: str) -> float:
-        """Ends a lap, adds it to `part` (one of PARTS) and returns its seconds."""
+        """Ends a lap, adds it to `part` (one of PARTS, or TREE) and returns its seconds."""
         now = self._now()
         seconds = now - self._last
+        if part == TREE:
+            self._tree_s = (self._tree_s or 0.0) + seconds
+            part = "other_s"
         self._parts[part] += seconds
         self._last = now
         return seconds
 
-    def take(self) -> dict[str, float]:
-        """The parts since the last `take` or `start`, and a fresh count."""
-        parts = self._parts
-        self._parts = dict.fromkeys(PARTS, 0.0)
-        return parts
+    def take(self) -> Parts:
+        """The parts since the last `take` or `start`, and a fresh count.
+
+        PARTS sum to the time that passed; TREE is a part of "other_s", None without such a lap.
+        """
+        draft_s, verify_s, other_s = (self._parts[part] for part in PARTS)
+        tree_s = self._tree_s
+        self._parts, self._tree_s = dict.fromkeys(PARTS, 0.0), None
+        return Parts(draft_s=draft_s, verify_s=verify_s, other_s=other_s, tree_s=tree_s)
 
     @property
     def elapsed_s(self) -> float:

@@ -6,7 +6,7 @@ records go to `figures/latest`. Notebooks call `make_table` and `make_figure` fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,10 @@ from vflash_analysis.results.layers import attention_frame, similarity_frame
 from vflash_analysis.results.length_figure import length_figure
 from vflash_analysis.results.lengths import length_table
 from vflash_analysis.results.objectives import objectives_table
+from vflash_analysis.results.one_cycle import one_cycle_frame
+from vflash_analysis.results.one_cycle_figure import one_cycle_figure
+from vflash_analysis.results.replay import RULE, Showing, caption, replay_of, write_page
+from vflash_analysis.results.replay_gif import write_gif
 from vflash_analysis.results.sources import Records, load_records, some_names
 from vflash_analysis.results.style import save_figure
 from vflash_analysis.results.tables import accepted_length_table, lossless_table, speedup_table
@@ -58,6 +62,7 @@ FIGURE_OF_TABLE: dict[str, tuple[str, MakeFigure]] = {
     "F9_cost_model": ("T10_cost_model", cost_figure),
 }
 FIGURE_OF_FRAME: dict[str, tuple[MakeFrame, MakeFigure]] = {
+    "F2_cycle": (lambda records, boot: one_cycle_frame(records), one_cycle_figure),
     "F4_acceptance_by_position": (acceptance_frame, acceptance_figure),
     "F5_training": (lambda records, boot: training_frame(records), training_figure),
     "F7_visual_attention": (attention_frame, attention_figure),
@@ -92,6 +97,18 @@ def make_figure(
     raise InputError(f"figure '{stem}', allowed are {[*FIGURE_OF_TABLE, *FIGURE_OF_FRAME]}")
 
 
+def write_replay(folder: str | Path, shown: Sequence[Showing], told: str) -> list[Path]:
+    """F3 as a page and as an animation; returns their paths.
+
+    Args:
+        folder: gets both.
+        shown: clips and their decodes.
+        told: how the clips were chosen, which ends the caption.
+    """
+    words = f"{caption(shown)} {told}" if shown else ""
+    return [write_page(folder, shown, words), write_gif(folder, shown, words)]
+
+
 def build_results(records: Records | None = None, *, n_samples: int) -> list[Path]:
     """Builds every table and figure of a place and returns the files written.
 
@@ -111,4 +128,4 @@ def build_results(records: Records | None = None, *, n_samples: int) -> list[Pat
     for stem in (*FIGURE_OF_TABLE, *FIGURE_OF_FRAME):
         table = tables[FIGURE_OF_TABLE[stem][0]] if stem in FIGURE_OF_TABLE else None
         paths += save_figure(folder, stem, *make_figure(stem, records, boot, table))
-    return paths
+    return [*paths, *write_replay(folder, replay_of(records), RULE)]

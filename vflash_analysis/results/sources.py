@@ -29,6 +29,7 @@ from vflash_analysis.records import (
     DONE_NAME,
     MANIFEST_NAME,
     empty_records,
+    find_strips,
     read_records,
     write_records,
 )
@@ -43,11 +44,12 @@ from vflash_analysis.schemas import (
     MEASURES,
     STUDIES,
     TRAINING,
+    VOCABULARY,
     Schema,
 )
 from vflash_analysis.strict import read_json
 
-TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS, MEASURES)
+TABLES = (GENERATIONS, CYCLES, ANCHORS, TRAINING, COSTS, MEASURES, VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Records:
         as_tracked: whether it is a run of the tracked profile without changed settings, so that
             tracked rows may stand beside its own.
         studies: records of STUDIES, which are never pooled with these.
+        strips: film strips of some clips, by clip_id.
     """
 
     generations: pd.DataFrame
@@ -70,12 +73,14 @@ class Records:
     training: pd.DataFrame
     costs: pd.DataFrame
     measures: pd.DataFrame
+    vocabulary: pd.DataFrame
     status: str
     source: str
     lacking: tuple[str, ...] = ()
     stale: tuple[str, ...] = ()
     as_tracked: bool = False
     studies: Mapping[str, Records] = field(default_factory=dict)
+    strips: Mapping[str, Path] = field(default_factory=dict)
 
     def study(self, name: str) -> Records:
         """Records of one of STUDIES; empty ones where it was not measured."""
@@ -152,6 +157,19 @@ def _refuse_measured_twice(rows: pd.DataFrame, keys: Sequence[str], words: str) 
         )
 
 
+def _words_once(vocabulary: pd.DataFrame) -> pd.DataFrame:
+    """Each token of a target once, sorted; one token must not have two texts."""
+    words = vocabulary.drop_duplicates().sort_values(["target", "token_id"], ignore_index=True)
+    twice = words.duplicated(["target", "token_id"], keep=False)
+    if twice.any():
+        target, token_id = words.loc[twice, ["target", "token_id"]].iloc[0]
+        texts = words.loc[(words["target"] == target) & (words["token_id"] == token_id), "text"]
+        raise InputError(
+            f"vocabulary: token {token_id} of {target} has the texts {list(texts)}, allowed is 1"
+        )
+    return words
+
+
 def _refuse_mixed_run(decoded: Mapping[Path, pd.DataFrame]) -> None:
     """Refuses a run whose shards were decoded on several devices, by several readers and the like.
 
@@ -202,9 +220,10 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
     }
     source = relative_to_root(paths[0]) if len(paths) == 1 else f"{len(paths)} run folders"
     found = records_from_frames(frames, source, STORED if folders is None else MEASURED)
+    strips = {name: path for folder in paths for name, path in find_strips(folder).items()}
     if folders is None:
-        return replace(found, studies=tracked_studies())
-    return replace(found, as_tracked=all(map(_as_tracked, paths)))
+        return replace(found, strips=strips, studies=tracked_studies())
+    return replace(found, strips=strips, as_tracked=all(map(_as_tracked, paths)))
 
 
 def tracked_studies() -> dict[str, Records]:
@@ -258,8 +277,8 @@ def records_from_frames(
     """Records from frames by schema name, as a notebook has them; an absent table is empty.
 
     Raises:
-        InputError: an unknown table, or one drafter's decode of a clip or one forward's cost is
-            there twice.
+        InputError: an unknown table, one drafter's decode of a clip or one forward's cost is there
+            twice, or a token has two texts.
     """
     names = {schema.name: schema for schema in TABLES}
     unknown = sorted(set(frames) - set(names))
@@ -269,8 +288,9 @@ def records_from_frames(
     _refuse_decoded_twice(full["generations"])
     _refuse_measured_twice(full[COSTS.name], _ONE_COST, "costs of {shape}")
     _refuse_measured_twice(full[MEASURES.name], _ONE_MEASURE, "measures of clip {clip_id}")
-    generations, cycles, anchors, training, costs, measures = (full[s.name] for s in TABLES)
-    return Records(generations, cycles, anchors, training, costs, measures, status, source)
+    full[VOCABULARY.name] = _words_once(full[VOCABULARY.name])
+    generations, cycles, anchors, training, costs, measures, words = (full[s.name] for s in TABLES)
+    return Records(generations, cycles, anchors, training, costs, measures, words, status, source)
 
 
 def arm_names(facts: pd.DataFrame) -> list[str]:

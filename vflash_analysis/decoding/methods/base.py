@@ -78,8 +78,8 @@ class Method(Protocol):
     def propose(self, anchor: int, position: int, timer: Timer) -> Proposal:
         """Drafts for the positions after `position`, where `anchor` stands.
 
-        Device work is lapped into "draft_s" before host work (building a tree) begins, which falls
-        into "other_s".
+        Device work is lapped into "draft_s" before host work begins, which falls into "other_s";
+        building a tree is lapped into "tree_s" within it.
         """
 
     def commit(self, token_ids: Sequence[int], tapped: torch.Tensor | None) -> None:

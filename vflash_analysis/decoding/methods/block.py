@@ -16,7 +16,7 @@ import torch
 
 from vflash_analysis.config import DecodeSettings
 from vflash_analysis.decoding.methods.base import Entry, Method, Prompt, Proposal, take_options
-from vflash_analysis.decoding.timing import Timer
+from vflash_analysis.decoding.timing import TREE, Timer
 from vflash_analysis.decoding.tree import chain_parents, grow_tree, rank_slots
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.cache import KVCache
@@ -203,6 +203,7 @@ class BlockDrafting:
             timer.lap("draft_s")
             tree = grow_tree(ids, logprobs, options.tree_nodes, options.spine_first)
             tokens, parents, own = tree.token_ids, tree.parents, tree.logprobs
+            timer.lap(TREE)
         else:
             best = scores.argmax(-1, keepdim=True)  # (B - 1, 1), equal scores to the lowest id
             best_logprobs = scores.gather(-1, best) - scores.logsumexp(-1, keepdim=True)
