@@ -77,11 +77,12 @@ def test_a_clip_gives_every_quantity_at_every_layer(target, clips):
         f"{of}_similarity_{kind}" for of in ("step", "input") for kind in ("visual", "text")
     ]
     wanted = {(name, layer) for name in by_layer for layer in range(LAYERS)}
-    wanted |= {("visual_positions", NO_LAYER)}
+    wanted |= {("visual_positions", NO_LAYER), ("end_visual_positions", NO_LAYER)}
     wanted |= {("agreement", layer) for layer in range(LAYERS + 1)}
     assert set(found) == wanted  # no facts: nothing says what is right
-    # <|im_start|>user, 19 of video, 4 words: the last of them sees 25 positions
+    # <|im_start|>user, 19 of video, 4 words, of which the last sees 25 positions, 3 of the template
     assert found["visual_positions", NO_LAYER] == (19, 25)
+    assert found["end_visual_positions", NO_LAYER] == (19, 28)
     for layer in range(LAYERS):
         for query in ("attention", "end_attention"):
             masses = [found[f"{query}_{kind}", layer] for kind in ("instruction", "visual", "text")]
@@ -135,7 +136,7 @@ def test_a_bad_clip_is_a_row_with_its_reason(target, clips, tmp_path):
     ]
     assert bad[["total", "count"]].isna().all(axis=None)
     good = rows[rows["clip_id"] != "c1"]
-    assert good.groupby(["benchmark", "clip_id"]).size().tolist() == [50, 50]
+    assert good.groupby(["benchmark", "clip_id"]).size().tolist() == [51, 51]
     assert good["reason"].isna().all() and good["video_sha256"].nunique() == 2
     assert set(rows["study"]) == {"layers"} and set(rows["sample_seed"]) == {7}
     assert set(rows["device"].str[:3]) == {"cpu"} and set(rows["dtype"]) == {"float32"}
@@ -145,7 +146,7 @@ def test_a_bad_clip_is_a_row_with_its_reason(target, clips, tmp_path):
 def test_one_clip_in_two_suites_is_measured_for_each(target, clips, tmp_path):
     both = [clips[0], dataclasses.replace(clips[0], benchmark="MLVU")]
     measure_clips(target, both, Reader(), SETTINGS, tmp_path, FACTS, lambda line: None)
-    assert table(tmp_path).groupby("benchmark").size().tolist() == [50, 50]
+    assert table(tmp_path).groupby("benchmark").size().tolist() == [51, 51]
 
 
 def test_a_bad_clip_ends_a_run_that_must_not_skip(target, clips, tmp_path):

@@ -417,6 +417,7 @@ def measure_rows(
         for clip in range(n_clips):
             wobble = float(np.random.default_rng([5, clip, *benchmark.encode()]).normal(0, 0.01))
             found = [("visual_positions", NO_LAYER, 8.0, 10.0)]
+            found.append(("end_visual_positions", NO_LAYER, 8.0, 16.0))
             for layer in range(n_layers):
                 visual = 0.7 - 0.1 * layer + wobble
                 for query in ("attention", "end_attention"):

@@ -118,7 +118,8 @@ def test_the_attention_figure_draws_its_frame(measured):
         wanted = [value(frame, f"{query}_visual", str(layer))["value"] for layer in range(3)]
         assert visual.get_ydata().tolist() == wanted
     assert len(lines_of(left)) == 4 and len(lines_of(middle)) == 3  # the head with most
-    assert [line.get_ydata()[0] for line in left.lines if len(line.get_xdata()) == 2] == [0.8]
+    for axis, even in ((left, 0.8), (middle, 0.5)):
+        assert [line.get_ydata()[0] for line in axis.lines if len(line.get_xdata()) == 2] == [even]
     dashed = sorted(line.get_ydata()[0] for line in right.lines if len(line.get_xdata()) == 2)
     plain = [value(frame, f"{kind}_accuracy", "")["value"] for kind in ("static", "dynamic")]
     assert dashed == sorted(plain)

@@ -8,8 +8,9 @@ Of every clip, from one prefill (quantities of MEASURES, by layer):
                                the positions of a kind (instruction, visual, text; see `positions`)
     end_attention_<kind>       the same of the last prompt token, from which the answer begins
     attention_visual_max_head  of the head that attends most to the video
-    visual_positions           share of visual positions among those that query sees: what attention
-                               spread evenly would give them (layer -1)
+    visual_positions           share of visual positions among those that the last instruction token
+                               sees: what attention spread evenly would give them (layer -1)
+    end_visual_positions       the same for the last prompt token
     step_similarity_<kind>     cosine of a position's state before and after the layer, mean over
                                visual positions, or over all others (text)
     input_similarity_<kind>    the same between its embedding and its state after the layer
@@ -155,7 +156,7 @@ def clip_rows(
     queries = (last_position(kinds, INSTRUCTION), len(ids) - 1)
     cache = target.allocate_cache(len(ids) + cap)
     seen = watched_prefill(target, ids, prompt.pixel_values, kinds, cache, queries)
-    found = _attention(seen, kinds, queries[0]) + _similarity(seen, prompt.video_tokens)
+    found = _attention(seen, kinds, queries) + _similarity(seen, prompt.video_tokens)
     native = decode(target, ids, seen.prefill, cache, AutoRegressive(), cap).token_ids
     cache.truncate(len(ids))
     found += _accuracies(target, clip, native, NO_LAYER)
@@ -171,16 +172,17 @@ def clip_rows(
     return [video | dict(zip(names, place, strict=True)) for place in found]
 
 
-def _attention(seen: Watched, kinds: torch.Tensor, query: int) -> list[Place]:
-    visible = kinds[: query + 1]
-    found: list[Place] = [
-        ("visual_positions", NO_LAYER, float((visible == VISUAL).sum()), len(visible))
-    ]
+def _attention(seen: Watched, kinds: torch.Tensor, queries: Sequence[int]) -> list[Place]:
+    found: list[Place] = []
     by_head = seen.masses.double().cpu()  # (L, queries, heads, kinds)
-    for place, prefix in enumerate(("attention", "end_attention")):
+    for place, (prefix, query) in enumerate(zip(("", "end_"), queries, strict=True)):
+        n_visual = float((kinds[: query + 1] == VISUAL).sum())
+        found.append((f"{prefix}visual_positions", NO_LAYER, n_visual, query + 1))
         for kind, name in enumerate(KIND_NAMES):
             means = by_head[:, place, :, kind].mean(-1).tolist()
-            found += [(f"{prefix}_{name}", layer, mean, 1.0) for layer, mean in enumerate(means)]
+            found += [
+                (f"{prefix}attention_{name}", layer, mean, 1.0) for layer, mean in enumerate(means)
+            ]
     most = by_head[:, 0, :, VISUAL].amax(-1).tolist()
     found += [("attention_visual_max_head", layer, mass, 1.0) for layer, mass in enumerate(most)]
     return found

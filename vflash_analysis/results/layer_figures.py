@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from vflash_analysis.results.layers import (
     EVEN,
     KINDS,
+    MASSES,
     MAX_HEAD,
     QUERIES,
     REMOVED,
@@ -79,15 +80,15 @@ def _of_no_layer(frame: pd.DataFrame, quantity: str) -> list[float]:
 
 
 def _draw_attention(axis: Axes, frame: pd.DataFrame, query: str) -> None:
-    for value in _of_no_layer(frame, EVEN):
+    for value in _of_no_layer(frame, f"{query}{EVEN}"):
         axis.axhline(value, color=QUIET, linewidth=1.3, linestyle=_DOTTED, zorder=1)
-    if query in MAX_HEAD:
-        rows = _by_layer(frame, MAX_HEAD)
+    rows = _by_layer(frame, f"{query}{MAX_HEAD}")
+    if not rows.empty:
         colour = _KIND_LOOKS["visual"].colour
         axis.plot(rows["layer"], rows["value"].astype(float), color=colour, linewidth=1.1,
                   linestyle=_DASHED)  # fmt: skip
-    for kind in KINDS:
-        _line(axis, _by_layer(frame, f"{query}_{kind}"), _KIND_LOOKS[kind])
+    for kind, name in zip(KINDS, MASSES, strict=True):
+        _line(axis, _by_layer(frame, f"{query}{name}"), _KIND_LOOKS[kind])
     axis.set_xlabel("layer")
 
 
@@ -137,7 +138,7 @@ def attention_figure(frame: pd.DataFrame) -> Drawn:
         rows = frame.loc[frame["device"] == device]
         for axis, (query, words) in zip(axes[line], QUERIES.items(), strict=False):
             _draw_attention(axis, rows, query)
-            empty = _by_layer(rows, f"{query}_visual").empty
+            empty = _by_layer(rows, f"{query}{MASSES[0]}").empty
             _finish_panel(axis, f"attention of the {words}", empty)
         _draw_removal(axes[line, 2], rows)
         empty = all(_by_layer(rows, quantity).empty for quantity in REMOVED)

@@ -18,9 +18,10 @@ from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 F7, F8 = "F7_visual_attention", "F8_layer_similarity"
 KINDS = ("visual", "instruction", "text")
 QUERIES: Mapping[str, str] = {  # the row that attends: what its quantities begin with, its name
-    "attention": "last instruction token",
-    "end_attention": "last prompt token",
+    "": "last instruction token",
+    "end_": "last prompt token",
 }
+MASSES = tuple(f"attention_{kind}" for kind in KINDS)
 MAX_HEAD, EVEN = "attention_visual_max_head", "visual_positions"
 REMOVED = ("static_accuracy", "dynamic_accuracy", "agreement")
 SIMILARITIES: Mapping[str, str] = {
@@ -37,8 +38,8 @@ def attention_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd
     number of layers meaning that nothing is removed. Rows without one are of no layer: the share of
     visual positions, and the accuracies of plain decoding. `n` counts clips.
     """
-    masses = [f"{query}_{kind}" for query in QUERIES for kind in KINDS]
-    return _frame(F7, records, (*masses, MAX_HEAD, EVEN, *REMOVED), boot)
+    by_query = [f"{query}{name}" for query in QUERIES for name in (*MASSES, EVEN)]
+    return _frame(F7, records, (*by_query, MAX_HEAD, *REMOVED), boot)
 
 
 def similarity_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.DataFrame:

@@ -138,6 +138,7 @@ QUANTITIES: Mapping[str, str] = {
     "end_attention_instruction": "attention of the last prompt token on the instruction",
     "end_attention_text": "attention of the last prompt token on the template",
     "visual_positions": "video's share of positions",
+    "end_visual_positions": "video's share of all positions",
     "static_accuracy": "static attributes told right",
     "dynamic_accuracy": "motion and events told right",
     "agreement": "agreement with the target's own text",
