@@ -92,6 +92,19 @@ def test_only_runs_one_stage(runs, monkeypatch):
     assert code == 0 and last_json(output)["shards"] == {"clips": "ok"}
 
 
+def test_only_runs_one_drafter_that_differs_in_a_setting(runs, monkeypatch):
+    fake_runs(monkeypatch)
+    name = "drafter-self_reveal-0-4-4-drafter.block_size=4"
+    before = [w for s in ("clips", "target", "continuations") for w in ("--only", s)]
+    code, output = call("run", "--profile", "smoke", "--all", *before, "--only", name, "--json")
+    assert code == 0 and last_json(output)["shards"][name] == "ok"
+    assert len(list(runs.glob("smoke/drafter/*/DONE"))) == 1
+    code, output = call("status", "--profile", "smoke", "--all")
+    assert code == 1 and "4 of 16 shards done" in output
+    with pytest.raises(InputError, match="--only: found"):
+        call("run", "--profile", "smoke", "--only", name)  # planned with the studies alone
+
+
 def test_interrupting_says_how_to_go_on(runs, monkeypatch):
     def stop(*args, **kwargs):
         raise KeyboardInterrupt

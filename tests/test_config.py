@@ -230,6 +230,95 @@ def test_arms_share_everything_but_what_they_change():
         config.arm_settings(base, config.DrafterKey("x", 9, 50, 7))
 
 
+def test_a_variant_changes_one_setting_of_a_drafter():
+    profile = config.load_profile("smoke")
+    assert config.with_variant(profile, "") is profile
+    changed = config.with_variant(profile, "drafter.block_size=8")
+    assert changed.drafter == dataclasses.replace(profile.drafter, block_size=8)
+    assert dataclasses.replace(changed, drafter=profile.drafter) == profile
+    assert config.with_variant(profile, "training.gamma=4").training.gamma == 4.0
+    assert config.with_variant(profile, "drafter.context=text_only").drafter.context == "text_only"
+    once = config.with_variant(profile, "drafter.block_size=4")
+    assert config.with_variant(once, "drafter.block_size=8") == changed
+
+
+ONE_OF_A_DRAFTER = "allowed: one setting of `drafter` or `training` that no other parameter sets"
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        *(
+            (variant, f'variant: found text "{variant}", {ONE_OF_A_DRAFTER}')
+            for variant in (
+                "drafter.block_size", "block_size=8", "decode.tree_nodes=8", "drafter.source=x",
+                "training.steps=8", "training.training_clips=2",
+            )
+        ),
+        ("training.objective=mask_only", "training.objective: set by each drafter's own shard"),
+        ("training.train_seed=3", "training.train_seed: set by each drafter's own shard"),
+        ("drafter.blocks=4", "drafter.blocks: unknown setting, allowed: source"),
+        ("drafter.block_size=99", "drafter.block_size: found whole number 99, allowed: 2 to 16"),
+        ("drafter.context=2.5", "drafter.context: found 2.5, allowed: 0 to 1"),
+    ],
+)  # fmt: skip
+def test_a_variant_of_anything_else_is_refused_where_it_is_named(variant, message):
+    profile = config.load_profile("smoke")
+    with pytest.raises(InputError) as refusal:
+        config.with_variant(profile, variant)
+    assert str(refusal.value).startswith(message)
+    with pytest.raises(InputError) as refusal:  # before any stage begins
+        config.load_profile("smoke", {"design.variants": [variant]})
+    assert str(refusal.value).startswith(message)
+
+
+def test_drafters_of_the_studies():
+    profile = config.load_profile("pocket")
+    first = config.main_drafters(profile)[0]
+    keys = config.design_drafters(profile)
+    assert [key.variant for key in keys] == list(profile.design.variants)
+    assert {dataclasses.replace(key, variant="") for key in keys} == {first}
+    given = dataclasses.replace(profile.drafter, source="data/pocket/drafters")
+    alone = dataclasses.replace(profile, drafter=given, train_seeds=(0,))
+    assert config.design_drafters(alone) == []
+    own = dataclasses.replace(profile, train_seeds=(5, 0))
+    lengths = config.lengths_drafter(own)
+    assert lengths == config.DrafterKey(
+        "self_reveal", 5, own.lengths.steps, own.lengths.training_clips
+    )
+
+
+def test_states_are_kept_for_every_number_of_tapped_layers_that_some_drafter_reads():
+    assert config.tapped_counts(config.load_profile("smoke")) == [1]
+    variants = ["drafter.num_tapped_layers=3", "drafter.block_size=4"]
+    assert config.tapped_counts(config.load_profile("smoke", {"design.variants": variants})) == [
+        1,
+        3,
+    ]
+    assert config.tapped_counts(config.load_profile("pocket")) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "lengths.methods",
+            ["chain"],
+            'lengths.methods: found list ["chain"], allowed: a list with',
+        ),
+        ("design.methods", ["ar", "x"], "design.methods: found 'x', allowed: ar, chain"),
+        ("lengths.clips_per_suite", 3, "lengths.clips_per_suite: found 3, allowed: at most clips."),
+        ("design.clips_per_suite", 3, "design.clips_per_suite: found 3, allowed: at most clips."),
+        ("lengths.training_clips", 5, "lengths.training_clips: found 5, allowed: at most clips."),
+        ("lengths.target", " ", 'lengths.target: found text " ", allowed: null or a folder'),
+    ],
+)
+def test_settings_of_the_studies_are_checked(name, value, message):
+    with pytest.raises(InputError) as refusal:
+        config.load_profile("smoke", {name: value})
+    assert str(refusal.value).startswith(message)
+
+
 def test_paths_of_a_machine_come_from_the_environment_then_from_local_yaml(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "ROOT", tmp_path)
     monkeypatch.delenv("VFLASH_TARGET", raising=False)

@@ -13,7 +13,10 @@ from vflash_analysis import config, notebook, paths, stages
 from vflash_analysis.errors import InputError
 from vflash_analysis.locks import LOCK_NAME, FolderLock
 from vflash_analysis.notebook import open_stage
+from vflash_analysis.schemas import STUDIES
 from vflash_analysis.strict import read_json
+
+DRAFTER = {"arm": "mask_only", "train_seed": 0, "steps": 0, "training_clips": 0, "variant": ""}
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +139,7 @@ def test_results_of_earlier_stages():
         ),
         (
             "drafter",
-            {"arm": "x", "train_seed": 0, "steps": 0, "training_clips": 0},
+            {"arm": "x", "train_seed": 0, "steps": 0, "training_clips": 0, "variant": ""},
             "arm: found 'x', allowed: self_reveal",
         ),
     ],
@@ -155,6 +158,8 @@ def test_wrong_parameters_are_refused_by_name(name, own, message):
         ("drafter", {"steps": True}, "steps: found true/false true, allowed: a whole number"),
         ("drafter", {"arm": ["a"]}, 'arm: found list ["a"], allowed: text'),
         ("drafter", {"train_seed": 2**70}, "train_seed: found whole number"),
+        ("drafter", {"variant": None}, "variant: found null, allowed: text"),
+        ("drafter", {"variant": "gamma=3"}, 'variant: found text "gamma=3", allowed: one setting'),
         ("drafter", {"training_clips": 10**6}, "training_clips: found 1000000, allowed: at most"),
         ("ablations", {"ablation": "false"}, 'ablation: found text "false", allowed: true or'),
         ("decode", {"sample_seed": None}, "sample_seed: found null, allowed: a whole number"),
@@ -162,7 +167,7 @@ def test_wrong_parameters_are_refused_by_name(name, own, message):
 )
 def test_mistyped_parameters_are_refused_before_a_folder_is_made(place, name, changed, message):
     own = {
-        "drafter": {"arm": "mask_only", "train_seed": 0, "steps": 0, "training_clips": 0},
+        "drafter": DRAFTER,
         "ablations": {"ablation": False},
         "decode": {"benchmark": "VDC", "sample_seed": 0},
     }[name]
@@ -189,9 +194,12 @@ def test_a_parameter_that_papermill_was_given_and_no_notebook_takes_is_refused(m
 
 
 def test_a_drafter_beside_the_plan_can_be_trained_by_hand():
-    own = {"arm": "wrong_reveal", "train_seed": 7, "steps": 0, "training_clips": 0}
+    own = DRAFTER | {"arm": "wrong_reveal", "train_seed": 7}
     with pytest.raises(InputError, match="drafter-wrong_reveal-7-4-4: needs clips"):
         open_stage("drafter", "smoke", **own)  # the arm is known; only what comes before is missing
+    own["variant"] = "training.gamma=3"
+    with pytest.raises(InputError, match=r"drafter-wrong_reveal-7-4-4-training\.gamma=3: needs"):
+        open_stage("drafter", "smoke", **own)
 
 
 def test_two_notebooks_in_one_folder_refuse():
@@ -220,6 +228,9 @@ def test_later_notebooks_fall_back_on_the_tracked_records(place, monkeypatch):
     assert told + "decode-VDC-0" in repr(stage)
     cost = open_stage("cost", "smoke")  # the target is not there: nothing of its own to show
     assert cost.tracked and cost.shown_folders is None
+    for name in STUDIES:
+        study = open_stage(name, "smoke")
+        assert study.tracked and study.shown_folders is None and study.settings.name == "smoke"
     (place / "tracked" / "generations.parquet").write_text("other\n")
     os.utime(place / "tracked" / "generations.parquet", ns=(1, 1))
     assert open_stage("speedup", "smoke").run_id != stage.run_id

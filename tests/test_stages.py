@@ -1,5 +1,6 @@
 """The plan: which shards there are, what each hangs on, and when one counts as done."""
 
+import dataclasses
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.planted import finish, shard_at
 from vflash_analysis import config, identity, paths, stages
+from vflash_analysis.schemas import STUDIES
 
 
 def ids(shards):
@@ -15,15 +17,18 @@ def ids(shards):
 
 
 def test_every_shard_comes_after_what_it_needs(runs):
-    for profile, ablation in (("smoke", False), ("smoke", True), ("pocket", True)):
-        shards = stages.plan(profile, ablation=ablation)
+    for profile, ablation, studies in (
+        ("smoke", False, True), ("smoke", True, False), ("pocket", True, True),
+    ):  # fmt: skip
+        shards = stages.plan(profile, ablation=ablation, studies=studies)
         seen: set[str] = set()
         for shard in shards:
             assert set(shard.dependencies) <= seen and shard.name not in seen
             assert shard.folder == runs / profile / shard.stage / shard.run_id
             assert shard.notebook.is_file()
             seen.add(shard.name)
-        assert {shard.stage for shard in shards} == set(stages.STAGES)
+        absent = set() if studies else set(STUDIES)
+        assert {shard.stage for shard in shards} == set(stages.STAGES) - absent
 
 
 def test_shards_of_the_pocket_profile(runs):
@@ -92,11 +97,82 @@ def test_an_override_changes_what_depends_on_it_and_nothing_before(runs):
 def test_all_clips_decodes_more_and_trains_nothing_again(runs):
     few, all_ = stages.plan("pocket"), stages.plan("pocket", all_clips=True)
     same = {"environment", "clips", "target", "continuations", "drafter", "cost", "layers"}
-    for one, other in zip(few, all_, strict=True):
-        assert (one.run_id == other.run_id) == (one.stage in same), one.name
+    more = ids(all_)
+    for one in few:
+        assert (one.run_id == more[one.name]) == (one.stage in same), one.name
+    varied = {
+        stages.shard_name("drafter", dataclasses.asdict(key))
+        for key in config.design_drafters(config.load_profile("pocket"))
+    }
+    assert set(more) - set(ids(few)) == {*STUDIES, *varied} and len(varied) == 12
     decode = next(shard for shard in all_ if shard.stage == "decode")
     most = config.load_profile("pocket").clips.clips_per_suite_all
     assert decode.parameters["overrides"] == {"clips.clips_per_suite": most}
+
+
+VARIED = [f"drafter-self_reveal-0-4-4-drafter.{v}" for v in ("block_size=4", "context=text_only")]
+
+
+def test_the_studies_come_with_their_drafters_and_change_no_other_shard(runs):
+    plain, shards = stages.plan("smoke", ablation=True), stages.plan("smoke", ablation=True,
+                                                                      studies=True)  # fmt: skip
+    extra = [shard.name for shard in shards if shard.name not in ids(plain)]
+    assert extra == [*VARIED, *STUDIES]
+    assert ids(plain).items() <= ids(shards).items()
+    needs = {shard.name: shard.dependencies for shard in shards}
+    main = ["drafter-self_reveal-0-4-4", "drafter-mask_only-0-4-4"]
+    assert needs["lengths"] == ("clips", "target")
+    assert needs["design"] == ("clips", "target", main[0], *VARIED)
+    assert needs["decode-VDC-0"] == ("clips", "target", *main)
+    for shard in shards:
+        if shard.stage != "design":
+            assert not set(shard.dependencies) & set(VARIED), shard.name
+    assert set(main) <= set(needs["ablations"])
+    given = stages.plan("smoke", {"drafter.source": "data/pocket/drafters"}, studies=True)
+    names = {shard.name: shard.dependencies for shard in given}
+    assert names["design"] == ("clips", "target", main[0]) and not set(VARIED) & set(names)
+
+
+def test_a_drafter_does_not_hang_on_which_others_are_trained(runs):
+    before = ids(stages.plan("smoke", studies=True))
+    fewer = ids(stages.plan("smoke", {"design.variants": ["drafter.block_size=4"]}, studies=True))
+    changed = {name for name in fewer if fewer[name] != before[name]}
+    assert changed == {"design"}
+    # the states of a further layer are other texts' folders, and a drafter's input
+    tapped = {"design.variants": ["drafter.num_tapped_layers=2"]}
+    assert ids(stages.plan("smoke", tapped))["continuations"] != before["continuations"]
+    drafters = [before["drafter-self_reveal-0-4-4"], *(before[name] for name in VARIED)]
+    assert len(set(drafters)) == 3
+
+
+def test_the_lengths_study_hangs_on_all_that_its_drafter_is(runs):
+    def lengths(**overrides):
+        shards = stages.plan("smoke", overrides, studies=True)
+        return next(shard.run_id for shard in shards if shard.stage == "lengths")
+
+    before = lengths()
+    assert lengths(**{"design.methods": ["ar"]}) == before
+    for name, value in (
+        ("train_seeds", [1]), ("lengths.steps", 3), ("training.gamma", 4), ("drafter.block_size", 4),
+    ):  # fmt: skip
+        assert lengths(**{name: value}) != before, name
+
+
+def test_the_target_of_the_lengths_is_told_by_its_files_not_by_its_place(runs, tmp_path):
+    found = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        shards = stages.plan("smoke", {"lengths.target": str(tmp_path / name)}, studies=True)
+        found.append(next(shard for shard in shards if shard.stage == "lengths"))
+    assert found[0].run_id == found[1].run_id
+    (tmp_path / "two" / "config.json").write_text('{"other": "weights"}')
+    assert not stages.missing_inputs(found)
+    shards = stages.plan("smoke", {"lengths.target": str(tmp_path / "three")}, studies=True)
+    told = f"lengths: lengths.target: found nothing at {tmp_path / 'three'}"
+    assert stages.missing_inputs(shards) == [told]
+    shards = stages.plan("smoke", {"lengths.target": str(tmp_path / "two")}, studies=True)
+    assert next(s for s in shards if s.stage == "lengths").run_id != found[0].run_id
 
 
 def test_machine_paths_never_enter_a_run_id(runs, tmp_path, monkeypatch):

@@ -20,13 +20,14 @@ needs_snakemake = pytest.mark.skipif(
 )
 VFLASH = Path(sys.executable).parent / "vflash"
 
+LAST = "drafter-a-0-drafter.block_size=8"  # a name with what a shell or a file name might not bear
 # Two decodes on a GPU between stages without one; it keeps a log of what began and ended.
 FAKE = """
 import json, os, sys, time
 from pathlib import Path
 place = Path(__file__).parent
 needs = {"clips": [], "decode-VDC-0": ["clips"], "decode-Video-MME-0": ["clips"],
-         "speedup": ["decode-VDC-0", "decode-Video-MME-0"]}
+         "drafter-a-0-drafter.block_size=8": ["decode-VDC-0", "decode-Video-MME-0"]}
 def row(name):
     stage = name.split("-")[0]
     folder = Path("runs") / stage / f"id{len(name)}"
@@ -151,7 +152,7 @@ def test_shards_on_a_gpu_wait_for_one_and_what_is_done_stays(fake):
     options = "run --profile pocket --all --set x=[1,2] --only"
     first, second = (line.split()[1] for line in log if line.startswith("begin decode"))
     assert {first, second} == {"decode-VDC-0", "decode-Video-MME-0"}
-    order = [f"{word} {name}" for name in ("clips", first, second, "speedup")
+    order = [f"{word} {name}" for name in ("clips", first, second, LAST)
              for word in ("begin", "end")]  # fmt: skip
     assert [line.removesuffix(f" {options}") for line in log] == order
     told, log = run_fake(fake, "--forceall")
@@ -169,11 +170,11 @@ def test_a_failed_shard_is_a_failed_job_that_is_tried_again(fake):
     (fake / "broken").write_text("decode-VDC-0")
     told, log = run_fake(fake)
     assert told.returncode != 0 and "  decode-VDC-0: error: boom\n" in told.stdout
-    assert "end decode-Video-MME-0" in log and "begin speedup" not in " ".join(log)
+    assert "end decode-Video-MME-0" in log and f"begin {LAST}" not in " ".join(log)
     (fake / "broken").unlink()
     told, log = run_fake(fake)
     assert told.returncode == 0
-    assert [line for line in log if line.startswith("end")] == ["end decode-VDC-0", "end speedup"]
+    assert [line for line in log if line.startswith("end")] == ["end decode-VDC-0", f"end {LAST}"]
 
 
 @needs_snakemake
@@ -181,13 +182,14 @@ def test_a_failed_shard_is_a_failed_job_that_is_tried_again(fake):
 def test_dry_runs_plan_every_shard_once(tmp_path, monkeypatch, profile):
     monkeypatch.setenv("VFLASH_RUNS", str(tmp_path / "runs"))
     options = ["--config", f"checkout={paths.ROOT}", f"vflash={VFLASH}", "profile=smoke"]
+    options += ["run=--all"]
     if profile:
         options += ["--profile", str(WORKFLOW / "profiles" / profile)]
     if profile == "kubernetes":
         options += ["--default-storage-prefix", str(tmp_path)]
     told = snakemake(tmp_path, "-n", *options)
     assert told.returncode == 0, told.stdout
-    shards = stages.plan("smoke")
+    shards = stages.plan("smoke", all_clips=True)
     expected = {name: sum(s.stage == name for s in shards) for name in {s.stage for s in shards}}
     assert job_counts(told.stdout) == expected | {"all": 1}
 

@@ -251,18 +251,19 @@ def with_variant(profile: Profile, variant: str) -> Profile:
     """
     if not variant:
         return profile
-    name, value = parse_override(variant)
+    name, equals, _ = variant.partition("=")
     section, _, field = name.partition(".")
-    if section not in ("drafter", "training") or field in ("source", "steps", "training_clips"):
+    own = ("source", "steps", "training_clips")
+    if not equals or section not in ("drafter", "training") or field in own:
         raise InputError(
             f"variant: found {shown(variant)}, allowed: one setting of `drafter` or `training` that "
             'no other parameter sets, as in "drafter.block_size=8"'
         )
     _refuse_per_drafter([field] if section == "training" else [])
     values = to_json(profile)
-    for own in PER_DRAFTER:
-        del values["training"][own]
-    return build_profile(apply_overrides(values, {name: value}))
+    for per_drafter in PER_DRAFTER:
+        del values["training"][per_drafter]
+    return build_profile(apply_overrides(values, dict([parse_override(variant)])))
 
 
 def tapped_counts(profile: Profile) -> list[int]:

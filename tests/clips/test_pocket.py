@@ -4,6 +4,7 @@ import itertools
 import os
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 
@@ -109,6 +110,19 @@ def test_files_read_back_as_the_scene(tmp_path):
             pixel = frames[0, int(y * height), int(x * width)].astype(int)
             assert np.abs(pixel - pocket.COLOURS[shape.colour]).max() < 45, (clip.clip_id, pixel)
             assert clip.reference == wording.answer(scene)
+
+
+def test_a_clip_may_have_to_hold_more_frames_than_its_rate_gives(tmp_path):
+    (scene,) = _scenes("suites", "VDC", 1)
+    facts = [
+        pocket.write_mp4(tmp_path / f"{least}.mp4", scene, np.random.default_rng(3), least)
+        for least in (0, 5, 90)
+    ]
+    assert facts[0] == facts[1] and facts[0]["n_frames"] < 90  # enough already: as it was
+    assert 91 <= facts[2]["n_frames"] <= 95 and facts[2]["fps"] > facts[0]["fps"]
+    with av.open(str(tmp_path / "90.mp4")) as held:
+        assert held.streams.video[0].frames == facts[2]["n_frames"]
+    assert (tmp_path / "0.mp4").read_bytes() == (tmp_path / "5.mp4").read_bytes()
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"no video"])

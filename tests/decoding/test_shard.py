@@ -461,4 +461,5 @@ def test_plans_are_checked(target, drafters):
         with pytest.raises(InputError, match=message):
             plan(*arguments, **chosen)
     with pytest.raises(InputError, match="no clips"):
-        decode_shard(target, {}, [], Reader(), SETTINGS, Path("unused"), FACTS)
+        settings = replace(SETTINGS, methods=("ar",))
+        decode_shard(target, {}, [], Reader(), settings, Path("unused"), FACTS)

@@ -159,6 +159,33 @@ def test_folders_without_records_are_refused(tmp_path):
         records_from_frames({"anchor": pd.DataFrame()}, "x")
 
 
+def test_studies_stand_beside_the_records_and_are_never_pooled_with_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "TRACKED_RECORDS", tmp_path)
+    decoded(tmp_path, "VDC")
+    decoded(tmp_path / "design", "MLVU", device="another")
+    found = load_records()
+    assert found.generations["benchmark"].tolist() == ["VDC"] and set(found.studies) == {"design"}
+    study = found.study("design")
+    assert study.generations["benchmark"].tolist() == ["MLVU"] and study.status == "stored"
+    assert study.source.endswith("design")
+    absent = found.study("lengths")
+    assert all(getattr(absent, schema.name).empty for schema in sources.TABLES)
+    assert (absent.status, absent.source) == ("stored", found.source)
+
+
+def test_a_studys_notebook_shows_its_own_records_or_the_tracked_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "TRACKED_RECORDS", tmp_path / "tracked")
+    decoded(tmp_path / "tracked", "VDC")
+    for name in ("design", "lengths"):
+        decoded(tmp_path / "tracked" / name, "MLVU")
+    shown = sources.study_records("design", None)
+    assert set(shown.studies) == {"design"} and shown.study("design").status == "stored"
+    own = sources.study_records("design", decoded(tmp_path / "own", "LVB"))
+    assert own.generations.empty and own.study("lengths").generations.empty
+    assert own.study("design").generations["benchmark"].tolist() == ["LVB"]
+    assert own.study("design").status == "measured"
+
+
 def test_a_decode_in_two_runs_is_refused_and_ar_may_repeat():
     chain = generation_row("chain", "a", drafter_sha256="d")
     ar = generation_row("ar", "a")

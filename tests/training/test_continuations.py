@@ -22,6 +22,7 @@ from vflash_analysis.schemas import CONTINUATIONS
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.continuations import (
     ContinuationSet,
+    JoinedContinuations,
     OnlineContinuations,
     collect_continuations,
     frame_reader,
@@ -356,3 +357,37 @@ def test_a_set_reads_each_clip_once_in_memory(tmp_path: Path) -> None:
     collect(tmp_path, clips(tmp_path, 2))
     kept = ContinuationSet(tmp_path / "out", TAPS)
     assert kept[0] is kept[0]
+
+
+def test_a_set_takes_some_layers_of_those_that_lie_there(tmp_path: Path) -> None:
+    some = clips(tmp_path, 2)
+    collect(tmp_path, some, tap_layer_ids=(0, 1, 2))
+    collect(tmp_path, some, out_folder=tmp_path / "alone")
+    more, alone = ContinuationSet(tmp_path / "out", TAPS), ContinuationSet(tmp_path / "alone", TAPS)
+    assert more[1].states.shape[1] == 2 * TARGET.hidden_size
+    assert all(torch.equal(more[i].states, alone[i].states) for i in range(2))
+    lacking = ContinuationSet(tmp_path / "out", (0, 3))
+    with pytest.raises(InputError) as error:
+        lacking[0]
+    path = states_path(tmp_path / "out", "suite/0")
+    told = f"{path}: found states of layers [0, 1, 2], allowed: those of [0, 3] and more"
+    assert str(error.value).startswith(told)
+
+
+def test_sources_are_joined_one_after_the_other(tmp_path: Path) -> None:
+    some = clips(tmp_path, 4)
+    Path(some[1].path).write_text("bad")
+    for name, own in (("a", some[:3]), ("b", some[3:])):
+        collect(tmp_path, own, out_folder=tmp_path / name)
+    parts = [ContinuationSet(tmp_path / name, TAPS) for name in ("a", "b")]
+    expected: dict[int, list[list[int]]] = {0: [], 1: []}
+    for number, part in enumerate(parts):
+        part.expect = expected[number].append  # type: ignore[method-assign]
+    joined = JoinedContinuations(parts)
+    assert len(joined) == 3 and joined.clip_ids() == ["suite/0", "suite/2", "suite/3"]
+    assert joined.lengths() == parts[0].lengths() + parts[1].lengths()
+    assert joined.anchor_counts() == parts[0].anchor_counts() + parts[1].anchor_counts()
+    assert [joined[i] for i in range(3)] == [parts[0][0], parts[0][1], parts[1][0]]
+    assert joined.text(2).clip_id == "suite/3"
+    joined.expect([2, 1, 0, 1])
+    assert expected == {0: [[1, 0, 1]], 1: [[0]]}

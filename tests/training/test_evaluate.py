@@ -244,9 +244,11 @@ def test_facts_come_from_the_drafters_config() -> None:
     drafter = tiny_drafter(TARGET, 1)
     with pytest.raises(InputError, match=r"config.training: found no objective"):
         drafter_facts(drafter, "d")
-    drafter.config.training = {k: FACTS[k] for k in list(FACTS)[2:]}
+    drafter.config.training = {k: FACTS[k] for k in list(FACTS)[2:-1]}
     expected = {**FACTS, "target_sha256": TARGET.source_sha256}
     assert drafter_facts(drafter, "d") == expected
+    changed = "drafter.block_size=8"
+    assert drafter_facts(drafter, "d", changed) == expected | {"variant": changed}
 
 
 def test_setting_names() -> None:

@@ -301,7 +301,8 @@ def test_training_clips_is_a_prefix_of_the_data(tmp_path: Path) -> None:
 def test_records_and_config_tell_the_run(tmp_path: Path) -> None:
     chosen = settings(steps=12, evaluate_every=5, revealed_weight=0.5)
     validation = random_source(new(), 3, prompt=14)
-    folder = run(tmp_path, settings=chosen, validation=validation, log_every=5)
+    told = {"variant": "training.gamma=7"}
+    folder = run(tmp_path, settings=chosen, validation=validation, log_every=5, **told)
     frame = records(folder)
     assert frame["step"].tolist() == [5, 5, 10, 10, 12, 12]
     assert frame["setting"].tolist() == ["", "validation"] * 3
@@ -309,7 +310,7 @@ def test_records_and_config_tell_the_run(tmp_path: Path) -> None:
     assert set(frame["target_sha256"]) == {TARGET.source_sha256}
     constant = {"objective": "self_reveal", "train_seed": 1, "steps": 12, "training_clips": 7}
     constant |= {"revealed_weight": 0.5, "anchors_per_clip": 3}
-    constant |= {"device": device_label("cpu")}
+    constant |= {"device": device_label("cpu"), **told}
     assert all(set(frame[name]) == {value} for name, value in constant.items())
     total = facts(folder)["forward_equivalents"]
     assert frame["forward_equivalents"].unique().tolist() == [total]

@@ -2,16 +2,20 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.tiny import tiny_drafter, tiny_target
+from tests.tiny import tiny_drafter, tiny_frames, tiny_target
 from vflash_analysis import config
 from vflash_analysis.clips.lists import Clip, write_clip_list
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
 from vflash_analysis.records import blank_row, read_records, write_records
 from vflash_analysis.schemas import ANCHORS, CONTINUATIONS, TRAINING
+from vflash_analysis.strict import read_json
 from vflash_analysis.training import pipeline
 
 FACTS = {
@@ -136,3 +140,88 @@ def test_accepted_length_is_that_of_full_blocks(tmp_path):
     write_records(tmp_path / "anchors.parquet", rows, ANCHORS)
     table = pipeline.acceptance_at_anchors(tmp_path)
     assert table.loc["", "VDC"] == 5.5 and table.loc["", "LVB"] == 1.0
+
+
+class Reader:
+    """Frames by the number in a clip's name; knows which were read, and at how many frames."""
+
+    def __init__(self):
+        self.read = []
+
+    def read_clip(self, clip, num_frames):
+        self.read.append((clip.clip_id, num_frames))
+        frames = tiny_frames(int(clip.clip_id[1:]), num_frames).numpy()
+        return SimpleNamespace(frames=frames)
+
+
+def texts(target, folder, numbers, num_frames, taps):
+    """Collect texts about some clips; returns the clips."""
+    clips = []
+    for number in numbers:
+        path = folder.parent / f"c{number}.mp4"
+        path.write_text(str(number))
+        clips.append(Clip(f"c{number}", "VDC", "training", str(path), "describe the clip"))
+    options = {"num_frames": num_frames, "max_new_tokens": 6, "tap_layer_ids": taps}
+    pipeline.collect_continuations(
+        target, clips, Reader(), out_folder=folder, log=lambda _: None, **options
+    )
+    return clips
+
+
+def test_sources_are_read_from_disk_or_recomputed_at_their_own_number_of_frames(
+    tmp_path, monkeypatch
+):
+    target, reader = tiny_target(0), Reader()
+    monkeypatch.setattr(pipeline, "open_reader", lambda settings: nullcontext(reader))
+    stored = config.load_profile("smoke")
+    own = dataclasses.replace(stored.continuations, states="recomputed")
+    online = dataclasses.replace(stored, continuations=own)
+    taps = pipeline.tapped_layers(target, stored)
+    groups = {
+        tmp_path / name: (count, texts(target, tmp_path / name, numbers, count, taps))
+        for name, numbers, count in (("a", (0, 1), 2), ("b", (2,), 3))
+    }
+    with pipeline.sources(target, stored, groups) as found:
+        kept = [[item.states for item in map(one.__getitem__, range(len(one)))] for one in found]
+    assert reader.read == []
+    with pipeline.sources(target, online, groups) as found:
+        made = [[item.states for item in map(one.__getitem__, range(len(one)))] for one in found]
+    assert reader.read == [("c0", 2), ("c1", 2), ("c2", 3)]
+    assert [len(part) for part in kept] == [2, 1]
+    for a, b in zip([*kept[0], *kept[1]], [*made[0], *made[1]], strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2**-8, atol=1e-9)  # bfloat16 on disk
+
+
+def test_a_drafter_of_fewer_tapped_layers_trains_from_texts_collected_with_more(
+    tmp_path, monkeypatch
+):
+    variant = "drafter.num_tapped_layers=1"
+    changes = {"drafter.num_tapped_layers": 2, "design.variants": [variant], "training.steps": 1}
+    profile = config.load_profile("smoke", changes)
+    target = tiny_target(0, num_layers=6)
+    assert pipeline.stored_layers(target, profile) == (1, 3)
+    for name in ("training", "validation", "suites"):
+        texts(target, tmp_path / name, (0, 1), 2, pipeline.stored_layers(target, profile))
+    monkeypatch.setattr(pipeline, "clips_of", lambda *_: [])
+    layers, widths = {}, {}
+    for word in ("", variant):
+        out = tmp_path / f"drafter-{word}"
+        key = config.DrafterKey("mask_only", 0, 1, 2, word)
+        folder = pipeline.train_drafter(target, profile, key, tmp_path, tmp_path, out)
+        pipeline.score_drafter(target, profile, key, tmp_path, tmp_path, out)
+        saved = read_json(folder / "config.json")
+        layers[word] = saved["target_layer_ids"]
+        log, anchors = (
+            read_records(out / f"{schema.name}.parquet", schema) for schema in (TRAINING, ANCHORS)
+        )
+        assert set(log["variant"]) == set(anchors["variant"]) == {word}
+        widths[word] = len(anchors)
+    assert layers == {"": [1, 3], variant: [3]} and widths[""] == widths[variant] > 0
+
+
+def test_a_given_drafter_has_no_variant(tmp_path):
+    given = dataclasses.replace(config.load_profile("smoke").drafter, source="given")
+    profile = dataclasses.replace(config.load_profile("smoke"), drafter=given)
+    key = config.DrafterKey("mask_only", 0, 4, 4, "drafter.block_size=4")
+    with pytest.raises(InputError, match=r"variant: found 'drafter\.block_size=4', allowed with"):
+        pipeline.train_drafter(tiny_target(0), profile, key, tmp_path, tmp_path, tmp_path)

@@ -377,6 +377,11 @@ class ContinuationSet(ContinuationSource):
         expected = len(row["input_ids"]) - 1
         if states.shape[0] != expected:
             raise InputError(f"{path}: found {states.shape[0]} rows of states, allowed: {expected}")
+        if not set(self._taps) <= set(held):
+            raise InputError(
+                f"{path}: found states of layers {list(held)}, allowed: those of {list(self._taps)} "
+                "and more; collect the continuations again"
+            )
         item = self._continuation(row, select_taps(states, held, self._taps))
         self._kept[index] = item
         return item

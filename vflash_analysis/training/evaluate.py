@@ -87,12 +87,13 @@ SETTINGS = (
 )
 
 
-def drafter_facts(drafter: Any, drafter_sha256: str) -> dict[str, Any]:
+def drafter_facts(drafter: Any, drafter_sha256: str, variant: str = "") -> dict[str, Any]:
     """Identity columns of a trained drafter, from the training facts in its config.
 
     Args:
         drafter: a loaded drafter.
         drafter_sha256: of its folder.
+        variant: the one setting in which it differs from its profile's, see ANCHORS.
 
     Raises:
         InputError: the config holds no training facts.
@@ -105,6 +106,7 @@ def drafter_facts(drafter: Any, drafter_sha256: str) -> dict[str, Any]:
         "target_sha256": drafter.config.target_sha256,
         "drafter_sha256": drafter_sha256,
         **{name: training[name] for name in TRAINING_FACTS},
+        "variant": variant,
     }
 
 

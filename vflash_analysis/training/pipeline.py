@@ -309,7 +309,7 @@ def score_drafter(
     folder = out_folder / "drafter"
     drafter = load_drafter(folder, target)
     settings = config.with_variant(settings, key.variant)
-    facts = drafter_facts(drafter, drafter_sha256(folder)) | {"variant": key.variant}
+    facts = drafter_facts(drafter, drafter_sha256(folder), key.variant)
     with continuations(target, settings, clips_folder, continuations_folder, "suites") as data:
         rows = evaluate_anchors(drafter, target_pieces(target), data, facts)
     write_records(out_folder / "anchors.parquet", rows, ANCHORS)

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from vflash_analysis.records import write_json_atomic
-from vflash_analysis.training.pocket_pool import IMAGE_SIZE, PATCH_SIZE, Pool
+from vflash_analysis.training.pocket_pool import IMAGE_SIZE, PATCH_SIZE, Pool, placeholders
 
 VOCABULARY_ROWS = 640
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
@@ -102,14 +102,16 @@ def normalise(frames: np.ndarray | Tensor) -> Tensor:
     return torch.as_tensor(frames).movedim(-1, -3).float() / 127.5 - 1
 
 
-def encode_examples(tokenizer: PreTrainedTokenizerFast, pool: Pool) -> list[tuple[list[int], int]]:
-    """Token ids of prompt, answer and stop token with the video's placeholders in place, and where
-    the answer starts."""
+def encode_examples(
+    tokenizer: PreTrainedTokenizerFast, pool: Pool, num_frames: int
+) -> list[tuple[list[int], int]]:
+    """Token ids of prompt, answer and stop token with the placeholders of a video of that many
+    frames in place, and where the answer starts."""
     prompts: dict[str, list[int]] = {}
     for asked in sorted(set(pool.questions)):
         message = {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": asked}]}
         text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-        text = text.replace("<video>", "<video>" * pool.video_tokens)
+        text = text.replace("<video>", "<video>" * placeholders(num_frames))
         prompts[asked] = tokenizer(text, add_special_tokens=False)["input_ids"]
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     texts = tokenizer(pool.answers, add_special_tokens=False)["input_ids"]

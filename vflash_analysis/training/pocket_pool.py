@@ -38,11 +38,6 @@ class Pool:
     questions: list[str]
     answers: list[str]
 
-    @property
-    def video_tokens(self) -> int:
-        """Placeholders of one clip: its cells and the newline."""
-        return self.frames.shape[1] * (GRID // 2) ** 2 + 1
-
 
 def _draw(
     job: tuple[str, str, range, int],
@@ -99,13 +94,16 @@ def _patch_labels(under: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes, offsets
 
 
-def draw_pool(
-    split: str, scenes_per_family: int, num_frames: int = NUM_FRAMES, first: int = 0
-) -> Pool:
-    """Draw scenes of each family of a split from the `first` on, the families mixed evenly."""
+def placeholders(num_frames: int) -> int:
+    """Video tokens of a clip of that many frames: its cells and the newline."""
+    return num_frames * (GRID // 2) ** 2 + 1
+
+
+def draw_pool(split: str, scenes_per_family: int, num_frames: int = NUM_FRAMES) -> Pool:
+    """Draw the first scenes of each family of a split, the families mixed evenly."""
     n = 2  # parts of a family; another number would mix the scenes in another order
     jobs = [
-        (split, family, range(first + start, first + scenes_per_family, n), num_frames)
+        (split, family, range(start, scenes_per_family, n), num_frames)
         for family in pocket.FAMILIES
         for start in range(n)
     ]

@@ -22,15 +22,11 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.records import replace_atomically, sha256_of_file, write_json_atomic
 from vflash_analysis.strict import read_json
 from vflash_analysis.training.pocket_model import build_model, save_target, train_tokenizer
-from vflash_analysis.training.pocket_pool import Pool, draw_pool
+from vflash_analysis.training.pocket_pool import NUM_FRAMES, Pool, draw_pool
 from vflash_analysis.training.pocket_training import CAPTION_RATE, train_captions, train_tower
 
-# Frames of the clips that the target of many lengths learns from: 33 to 1,601 video tokens, evenly
-# spaced on a scale of ratios.
-LENGTHS = (2, 4, 9, 20, 45, 100)
-LONGEST = 2048  # positions of that target: the longest clip, its question and its text fit
-# Scenes of each family at each length: no more than these, and no more frames than those.
-MOST_SCENES, MOST_FRAMES = 800, 8000
+# Frames of the clips that the target of many lengths learns from: 17 to 801 video tokens.
+LENGTHS = (1, 3, 9, 18, 30, 50)
 
 
 def work_folder(out_folder: Path) -> Path:
@@ -60,8 +56,9 @@ def _train_texts(
     out_folder: Path,
     model: LlavaOnevisionForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
-    pools: Sequence[Pool],
+    pool: Pool,
     record: Mapping[str, Any],
+    lengths: Sequence[int] = (NUM_FRAMES,),
     learning_rate: float = CAPTION_RATE,
 ) -> None:
     """The last step of a training: questions and answers; then the target and its record replace
@@ -71,15 +68,15 @@ def _train_texts(
         work: of `_open_work`.
         out_folder: of the target.
         model, tokenizer: what is trained and saved.
-        pools: as for `train_captions`.
+        pool, lengths, learning_rate: as for `train_captions`.
         record: what to keep beside the weights; its `caption_steps` are taken.
-        learning_rate: as for `train_captions`.
     """
     captions = train_captions(
         model,
         tokenizer,
-        pools,
+        pool,
         record["caption_steps"],
+        lengths,
         learning_rate=learning_rate,
         checkpoint=work / "captions.pt",
     )
@@ -93,9 +90,8 @@ def _train_texts(
     shutil.rmtree(work)
 
 
-def _texts_sha256(pools: Sequence[Pool]) -> str:
-    texts = [text for pool in pools for text in pool.questions + pool.answers]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+def _texts_sha256(pool: Pool) -> str:
+    return hashlib.sha256("\n".join(pool.questions + pool.answers).encode()).hexdigest()
 
 
 def retrain(
@@ -115,7 +111,7 @@ def retrain(
     model = build_model(tokenizer, seed=0)
     settings = {
         "scenes": len(pool.answers),
-        "texts_sha256": _texts_sha256([pool]),
+        "texts_sha256": _texts_sha256(pool),
         "parameters": sum(weight.numel() for weight in model.parameters()),
         "tower_steps": tower_steps,
         "caption_steps": caption_steps,
@@ -130,37 +126,34 @@ def retrain(
         tower = train_tower(model, pool, tower_steps)
         state = {"model": model.state_dict(), "rows": tower}
         replace_atomically(tower_file, partial(torch.save, state))
-    _train_texts(work, out_folder, model, tokenizer, [pool], settings | {"tower": tower})
+    _train_texts(work, out_folder, model, tokenizer, pool, settings | {"tower": tower})
 
 
 def retrain_lengths(
-    base_folder: Path, out_folder: Path, caption_steps: int = 2000, learning_rate: float = 6e-4
+    base_folder: Path,
+    out_folder: Path,
+    scenes_per_family: int = 600,
+    caption_steps: int = 2400,
+    learning_rate: float = 1e-3,
 ) -> None:
     """Go on training a pocket target on clips of LENGTHS frames, and write it to `out_folder`.
 
-    Its vision tower and tokenizer stay; it gets LONGEST positions. Each length has scenes of its
-    own. What is done is kept as `retrain` keeps it.
+    Its vision tower and tokenizer stay. What is done is kept as `retrain` keeps it.
 
     Raises:
         InputError: the work folder holds a run with other settings.
     """
     work_folder(out_folder).mkdir(parents=True, exist_ok=True)  # says that the base is trained
-    first, pools = 0, []
-    for num_frames in LENGTHS:
-        scenes = min(MOST_SCENES, MOST_FRAMES // num_frames)
-        pools.append(draw_pool("target_training", scenes, num_frames, first))
-        first += scenes
+    pool = draw_pool("target_training", scenes_per_family, max(LENGTHS))
     settings = {
         "base_sha256": sha256_of_file(base_folder / "model.safetensors"),
-        "scenes": [len(pool.answers) for pool in pools],
+        "scenes": len(pool.answers),
         "frames": list(LENGTHS),
-        "texts_sha256": _texts_sha256(pools),
+        "texts_sha256": _texts_sha256(pool),
         "caption_steps": caption_steps,
         "learning_rate": learning_rate,
     }
     work = _open_work(out_folder, settings)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base_folder)
-    tokenizer.model_max_length = LONGEST
     model = LlavaOnevisionForConditionalGeneration.from_pretrained(base_folder, dtype=torch.float32)
-    model.config.text_config.max_position_embeddings = LONGEST
-    _train_texts(work, out_folder, model, tokenizer, pools, settings, learning_rate)
+    _train_texts(work, out_folder, model, tokenizer, pool, settings, LENGTHS, learning_rate)

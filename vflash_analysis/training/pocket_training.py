@@ -21,7 +21,7 @@ from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedToken
 from vflash_analysis.records import replace_atomically
 from vflash_analysis.training.pocket_heads import DenseHead, cells, dense_labels
 from vflash_analysis.training.pocket_model import encode_examples, normalise
-from vflash_analysis.training.pocket_pool import NUM_FRAMES, Pool
+from vflash_analysis.training.pocket_pool import NUM_FRAMES, Pool, placeholders
 
 LOG_EVERY, CHECKPOINT_EVERY = 50, 250  # steps
 CAPTION_RATE = 1.5e-3  # highest learning rate of the text stack
@@ -124,8 +124,9 @@ def tower_features(
 def train_captions(
     model: LlavaOnevisionForConditionalGeneration,
     tokenizer: PreTrainedTokenizerFast,
-    pools: Sequence[Pool],
+    pool: Pool,
     steps: int,
+    lengths: Sequence[int] = (NUM_FRAMES,),
     batch: int = 32,
     learning_rate: float = CAPTION_RATE,
     warmup: int = 150,
@@ -139,7 +140,8 @@ def train_captions(
     misreads at the video positions of the middle layer. Sequences are padded to a multiple of 32.
 
     Args:
-        pools: steps take turns among them; each holds clips of one number of frames.
+        pool: of at least as many frames as the longest clip.
+        lengths: frames of a step's clips, taken evenly from the pool's; steps take turns.
         batch: clips a step of NUM_FRAMES frames; of longer ones as many as have those tokens.
         checkpoint: written every 250 steps; one that is there is gone on from.
 
@@ -148,8 +150,8 @@ def train_captions(
             seconds.
     """
     inner = model.model
-    encoded = [encode_examples(tokenizer, pool) for pool in pools]
-    seen = [tower_features(model, pool.frames) for pool in pools]
+    encoded = [encode_examples(tokenizer, pool, frames) for frames in lengths]
+    seen = tower_features(model, pool.frames)
     torch.manual_seed(seed)
     head = DenseHead(inner.config.text_config.hidden_size, moving=True)
     middle: list[Tensor] = []
@@ -168,10 +170,11 @@ def train_captions(
         rows, first_step, before_s = state["rows"], state["step"], state["seconds"]
     start, logged = time.perf_counter(), []
     for step in range(first_step, steps):
-        turn = step % len(pools)
-        pool, examples, features = pools[turn], encoded[turn], seen[turn]
-        clips = min(batch, max(1, batch * NUM_FRAMES // pool.frames.shape[1]))
-        picked = _picked(step // len(pools), clips, len(examples), seed)
+        examples, frames = encoded[step % len(lengths)], lengths[step % len(lengths)]
+        taken = evenly(frames, pool.frames.shape[1])
+        video_tokens = placeholders(frames)
+        clips = min(batch, max(1, batch * NUM_FRAMES // frames))
+        picked = _picked(step // len(lengths), clips, len(examples), seed)
         length = -(-max(len(examples[i][0]) for i in picked) // 32) * 32
         ids = torch.full((clips, length), tokenizer.pad_token_id)
         answered = torch.zeros((clips, length), dtype=torch.bool)
@@ -180,22 +183,23 @@ def train_captions(
             ids[row, : len(tokens)] = torch.tensor(tokens)
             answered[row, begin : len(tokens)] = True
         first = int((ids[0] == model.config.video_token_id).nonzero()[0])
-        codes = torch.from_numpy(pool.codes[picked]).long()  # (B, T, 64)
-        offsets = torch.from_numpy(pool.offsets[picked]).float()
+        codes = torch.from_numpy(pool.codes[picked][:, taken]).long()  # (B, T, 64)
+        offsets = torch.from_numpy(pool.offsets[picked][:, taken]).float()
+        features = seen[picked][:, taken]
         labels = dense_labels(*cells(codes, offsets), torch.from_numpy(pool.floors[picked]).long())
         middle.clear()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            video = inner.apply_pooling(inner.multi_modal_projector(features[picked].flatten(0, 1)))
-            video = video.reshape(clips, pool.video_tokens - 1, -1)
+            video = inner.apply_pooling(inner.multi_modal_projector(features.flatten(0, 1)))
+            video = video.reshape(clips, video_tokens - 1, -1)
             words = inner.get_input_embeddings()(ids)
             newline = inner.image_newline.expand(clips, 1, -1)
             embeds = torch.cat(
-                [words[:, :first], video, newline, words[:, first + pool.video_tokens :]], dim=1
+                [words[:, :first], video, newline, words[:, first + video_tokens :]], dim=1
             )  # (B, S, H)
             out = inner.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
             logits = model.lm_head(out[:, :-1][answered[:, 1:]]).float()  # (N, V)
-            places = middle[0][:, first : first + pool.video_tokens - 1]
-            places = places.unflatten(1, (pool.frames.shape[1], -1))  # (B, T, cells, H)
+            places = middle[0][:, first : first + video_tokens - 1]
+            places = places.unflatten(1, (frames, -1))  # (B, T, cells, H)
             dense, _ = head.loss(places, labels)
         wanted = ids[:, 1:][answered[:, 1:]]
         text = F.cross_entropy(logits, wanted)
@@ -230,6 +234,11 @@ def train_captions(
             replace_atomically(checkpoint, partial(torch.save, state))
     hook.remove()
     return rows
+
+
+def evenly(count: int, frames: int) -> np.ndarray:
+    """Which of a clip's frames stand for it when only `count` are read: (count,), evenly spaced."""
+    return ((np.arange(count) + 0.5) * frames / count).astype(int)
 
 
 def _picked(step: int, batch: int, n_examples: int, seed: int) -> list[int]:
