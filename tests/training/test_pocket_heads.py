@@ -33,3 +33,11 @@ def test_cells_take_the_patch_nearest_to_the_centre():
     code, offset = pocket_heads.cells(codes, offsets)
     assert code[0, 0, 0] == 8 and code.sum() == 8
     assert offset[0, 0, 0].tolist() == [0.75, 0.5]  # patch 9 is the lower right one
+
+
+def test_a_single_frame_has_no_step_to_learn():
+    codes = torch.full((1, 1, 16), 5)
+    labels = pocket_heads.dense_labels(codes, torch.zeros(1, 1, 16, 2), torch.tensor([2]))
+    assert not labels["followed"].any()
+    loss, _ = pocket_heads.DenseHead(8, moving=True).loss(torch.zeros(1, 1, 16, 8), labels)
+    assert loss.isfinite()

@@ -5,10 +5,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training.test_pocket_training import drawn
+from vflash_analysis.config import load_profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.target import load_target
 from vflash_analysis.strict import read_json
 from vflash_analysis.training import pocket_target
+from vflash_analysis.training.pocket_pool import NUM_FRAMES
 
 
 def stop(*_, **__):
@@ -17,15 +19,16 @@ def stop(*_, **__):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pools of two scenes and models of two layers; returns what was asked of the drawing."""
+    """Pools of two scenes, few lengths and models of two layers; returns what was to be drawn."""
     torch.set_num_threads(1)
     asked, build = [], pocket_target.build_model
 
-    def draw(split, scenes, num_frames=4, first=0):
-        asked.append((split, scenes, num_frames, first))
-        return drawn(2, min(num_frames, 4))
+    def draw(split, scenes, num_frames=9):
+        asked.append((split, scenes, num_frames))
+        return drawn(2, num_frames)
 
     monkeypatch.setattr(pocket_target, "draw_pool", draw)
+    monkeypatch.setattr(pocket_target, "LENGTHS", (1, 3, 10))
     monkeypatch.setattr(pocket_target, "build_model", lambda t, seed: build(t, seed, 2))
     return asked
 
@@ -60,25 +63,24 @@ def test_the_target_of_many_lengths_goes_on_from_the_other(small, tmp_path, monk
         other.setattr(pocket_target, "sha256_of_file", lambda path: f"another {path.name}")
         pocket_target.retrain_lengths(base, out, caption_steps=6)
     pocket_target.retrain_lengths(base, out, caption_steps=6)
-    # scenes of each family at each length, and the first of them: those before have the earlier ones
-    assert small[-6:] == [
-        ("target_training", 800, 2, 0),
-        ("target_training", 800, 4, 800),
-        ("target_training", 800, 9, 1600),
-        ("target_training", 400, 20, 2400),
-        ("target_training", 177, 45, 2800),
-        ("target_training", 80, 100, 2977),
-    ]
+    assert small[-1] == (
+        "target_training",
+        600,
+        10,
+    )  # of each family, as many frames as the longest
     record = read_json(out / "training_record.json")
-    assert record["frames"] == [2, 4, 9, 20, 45, 100] and record["scenes"] == [10] * 6
-    assert record["learning_rate"] == 6e-4 and record["captions"][-1]["step"] == 6
+    assert record["frames"] == [1, 3, 10] and record["scenes"] == 10
+    assert record["learning_rate"] == 1e-3 and record["captions"][-1]["step"] == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "lengths"]
     before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
     same = {name for name in before if torch.equal(before[name], after[name])}
     tower = {name for name in before if "vision_tower" in name}
     assert tower and tower <= same and len(same) < len(before)
     target = load_target(out, "float32", "cpu")
-    prompt = target.build_prompt("what happens?", 100)
-    assert 1601 < len(prompt) < target.model.config.text_config.max_position_embeddings == 2048
-    assert load_target(base, "float32", "cpu").tokenizer.model_max_length == 1024
-    assert target.tokenizer.model_max_length == 2048
+    target.check_lengths(len(target.build_prompt("what happens?", 50)), 128)  # the longest fits
+
+
+def test_the_lengths_span_a_factor_of_fifty_and_hold_the_pocket_targets():
+    assert max(pocket_target.LENGTHS) == 50 * min(pocket_target.LENGTHS)
+    assert NUM_FRAMES in pocket_target.LENGTHS and len(pocket_target.LENGTHS) == 6
+    assert load_profile("pocket").lengths.num_frames == pocket_target.LENGTHS

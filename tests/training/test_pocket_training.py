@@ -30,7 +30,7 @@ def test_a_few_steps_lower_the_losses_and_the_saved_folder_is_a_target(pool, tmp
     tokenizer = pocket_model.train_tokenizer(pool.answers + pool.questions)
     text = pool.answers[0]
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    examples = pocket_model.encode_examples(tokenizer, pool)
+    examples = pocket_model.encode_examples(tokenizer, pool, pocket_pool.NUM_FRAMES)
     tokens, begin = examples[0]
     assert tokenizer.decode(tokens[begin:]) == text + "<|im_end|>"
     model = pocket_model.build_model(tokenizer, 0)
@@ -38,7 +38,7 @@ def test_a_few_steps_lower_the_losses_and_the_saved_folder_is_a_target(pool, tmp
     tower = pocket_training.train_tower(model, pool, 30, batch=16)
     assert tower[-1]["loss"] < tower_start
     before = model.model.vision_tower.state_dict()["encoder.layers.0.mlp.fc1.weight"].clone()
-    rows = pocket_training.train_captions(model, tokenizer, [pool], 6, batch=4, warmup=2)
+    rows = pocket_training.train_captions(model, tokenizer, pool, 6, batch=4, warmup=2)
     assert rows[-1]["loss"] < 6.6
     assert torch.equal(
         before, model.model.vision_tower.state_dict()["encoder.layers.0.mlp.fc1.weight"]
@@ -59,7 +59,7 @@ def test_a_stopped_caption_training_ends_like_one_in_a_go(pool, tmp_path, monkey
     def run(steps, checkpoint):
         model = pocket_model.build_model(tokenizer, 0, 2)
         pocket_training.train_captions(
-            model, tokenizer, [pool], steps, batch=4, checkpoint=checkpoint
+            model, tokenizer, pool, steps, batch=4, checkpoint=checkpoint
         )
         return model.state_dict()
 
@@ -77,13 +77,12 @@ def test_a_stopped_caption_training_ends_like_one_in_a_go(pool, tmp_path, monkey
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_steps_take_turns_among_pools_of_several_lengths(pool, monkeypatch):
-    """Each pool goes through its own clips; a step of longer clips takes fewer of them."""
+def test_steps_take_turns_among_lengths(pool, monkeypatch):
+    """Each length goes through all clips; a step of longer clips takes fewer of them."""
     torch.set_num_threads(1)
-    pools = [drawn(1, 2), pool]
     tokenizer = pocket_model.train_tokenizer(pool.answers + pool.questions)
     model = pocket_model.build_model(tokenizer, 0, 2)
-    asked, rows = [], []
+    long, asked, shapes = drawn(1, 20), [], []
     picked = pocket_training._picked
 
     def note(step, batch, n_examples, seed):
@@ -91,13 +90,24 @@ def test_steps_take_turns_among_pools_of_several_lengths(pool, monkeypatch):
         return picked(step, batch, n_examples, seed)
 
     monkeypatch.setattr(pocket_training, "_picked", note)
-    hook = model.model.language_model.register_forward_pre_hook(
-        lambda module, args, given: rows.append(given["inputs_embeds"].shape[0]), with_kwargs=True
+    hook = model.model.multi_modal_projector.register_forward_pre_hook(
+        lambda module, args: shapes.append(args[0].shape[0])
     )
-    pocket_training.train_captions(model, tokenizer, pools, 5, batch=4)
+    pocket_training.train_captions(model, tokenizer, long, 5, lengths=(2, 20), batch=4)
     hook.remove()
-    assert asked == [(0, 4, 5), (0, 4, 20), (1, 4, 5), (1, 4, 20), (2, 4, 5)]
-    assert rows == [4] * 5
-    asked.clear()
-    pocket_training.train_captions(model, tokenizer, [drawn(1, 20)], 1, batch=4)
-    assert asked == [(0, 1, 5)]  # 4 * 9 frames hold one clip of 20
+    assert asked == [
+        (0, 4, 5),
+        (0, 1, 5),
+        (1, 4, 5),
+        (1, 1, 5),
+        (2, 4, 5),
+    ]  # 4 * 9 frames: one of 20
+    assert shapes == [8, 20, 8, 20, 8]  # frames read
+
+
+@pytest.mark.parametrize(
+    ("count", "frames", "expected"),
+    [(1, 9, [4]), (3, 9, [1, 4, 7]), (9, 9, list(range(9))), (2, 50, [12, 37])],
+)
+def test_frames_are_taken_evenly(count, frames, expected):
+    assert pocket_training.evenly(count, frames).tolist() == expected

@@ -50,6 +50,8 @@ class DenseHead(nn.Linear):
                 continue
             seen = covered if name == "centre" else covered & labels["followed"]
             seen = torch.ones_like(covered) if name == "gone" else seen
+            if not seen.any():  # a single frame has no step
+                continue
             if name in ("centre", "step"):
                 off = F.smooth_l1_loss(out[seen], labels[name][seen], beta=0.2)
                 total = total + PRECISION[name] * off
