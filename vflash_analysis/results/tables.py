@@ -92,7 +92,7 @@ def drafted(
             yield method, arm, method_rows(group, records, method, arm)
 
 
-def _baseline(rows: pd.DataFrame, method: pd.DataFrame, name: str = "ar") -> pd.DataFrame:
+def baseline(rows: pd.DataFrame, method: pd.DataFrame, name: str = "ar") -> pd.DataFrame:
     """The baseline's rows of the runs that decoded the method (same machine state, same clocks)."""
     found = rows.loc[(rows["method"] == name) & (rows["setting"] == "")]
     same_run = found.loc[found["run_id"].isin(set(method["run_id"]))]
@@ -121,7 +121,7 @@ def _ar_rows(group: DecodeGroup, origin: Origin, boot: Bootstrap) -> list[Row]:
 def _speed_rows(
     group: DecodeGroup, origin: Origin, boot: Bootstrap, method: str, arm: str, rows: pd.DataFrame
 ) -> list[Row]:
-    pairs = metrics.pair_clips(_baseline(group.rows, rows), rows)
+    pairs = metrics.pair_clips(baseline(group.rows, rows), rows)
     cycles = _cycles_of(group, rows)
     wanted: list[tuple[str, str, pd.DataFrame, Combine]] = [
         ("decode_speedup", "x", metrics.decode_speedup_parts(pairs), ratio_of_ratios),
