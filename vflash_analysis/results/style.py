@@ -74,11 +74,11 @@ STYLE: dict[Any, Any] = {
 # Whatever the caller's settings are (a notebook's, a matplotlibrc's), figures start from
 # matplotlib's own; what names the screen or the clock stays as it is.
 _KEPT = ("backend", "interactive", "toolbar", "webagg", "tk.", "timezone", "date.epoch")
-_RC: dict[Any, Any] = {
+SAVED: dict[Any, Any] = {
     **{k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(_KEPT)},
     **STYLE,
 }
-_METADATA: Mapping[str, dict[str, Any]] = {
+METADATA: Mapping[str, dict[str, Any]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     "png": {"Software": None},
@@ -159,7 +159,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(draw)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
-        with matplotlib.rc_context(_RC):
+        with matplotlib.rc_context(SAVED):
             return draw(*arguments, **keywords)
 
     return wrapped
@@ -236,8 +236,8 @@ def save_figure(folder: str | Path, stem: str, figure: Figure, frame: pd.DataFra
     """
     folder = Path(folder)
     paths = []
-    with matplotlib.rc_context(_RC):
-        for ending, marks in _METADATA.items():
+    with matplotlib.rc_context(SAVED):
+        for ending, marks in METADATA.items():
             path = folder / f"{stem}.{ending}"
             save = partial(figure.savefig, format=ending, metadata=marks)
             replace_atomically(path, save)

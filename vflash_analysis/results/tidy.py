@@ -116,6 +116,35 @@ QUANTITIES: Mapping[str, str] = {
     "forward_equivalents": "training forward-equivalents",
     "train_s": "training time",
     "paired_difference": "paired difference",
+    "texts_compared": "texts compared",
+    "near_tie": "near ties",
+    "logic_error": "logic errors",
+    "divergence_gap": "logit gap where they differ",
+    "first_divergence": "first token that differs",
+    "difference": "ours minus the published number",
+    "speedup": "speed-up",
+    "draft_window_expansion": "expansion of the draft window",
+    "accepted_length_gain_over_training_free": "gain in τ over training-free methods",
+    "speedup_gain_over_training_free": "gain in speed-up over training-free methods",
+    "decode_speedup_at_25k_visual_tokens": "decoding speed-up after 25k visual tokens",
+    "generated_tokens": "tokens of a text",
+    "target_calls": "verify calls of a text",
+    "wall": "time from the file",
+    "decode": "decoding time",
+    "prefill": "prefill time",
+    "drafter_layers": "the drafter's layers",
+    "block_size": "block",
+    "drafter_forwards_per_block": "drafter forwards a block",
+    "seeds": "sample seeds",
+    "clips_per_benchmark_and_seed": "clips of a suite and seed",
+    "demo_context_tokens": "context of the demo clip",
+    "demo_ar_ms_per_token": "AR time per token, the demo clip",
+    "demo_cycle_accepted_drafts": "accepted drafts of the demo cycle",
+    "demo_cycle_committed": "tokens committed by the demo cycle",
+    "replay_speed": "speed of the replay",
+    "demo_clips": "clips of the replay",
+    "memory_bandwidth": "memory bandwidth",
+    "bfloat16_compute": "bfloat16 arithmetic",
     "paired_difference_t": "paired difference, t over seeds",
 }
 
@@ -145,6 +174,36 @@ def parse_setting(text: str) -> dict[str, str]:
     """The inverse of `setting_text`; a word without "=" is kept under its own name."""
     parts = [word.split("=", 1) for word in text.split(";") if word]
     return {part[0]: part[-1] for part in parts}
+
+
+# What a key of a `setting` cell is called, with its value before or after it.
+SETTING_NAMES: Mapping[str, str] = {
+    "visual_tokens": "{} visual tokens",
+    "clips": "{} training clips",
+    "steps": "{} steps",
+    "rounds": "{} drafter forwards",
+    "revealed": "{} slots revealed",
+    "context": "context {}",
+    "split": "split {}",
+    "variant": "{}",
+    "target": "{}",
+    "note": "{}",
+    "input": "{}",
+    "mtp": "MTP {}",
+    "ivsb": "IVSB {}",
+    "vata": "VATA {}",
+}
+
+
+def setting_words(text: str) -> str:
+    """A `setting` cell as a reader sees it: "150 training clips, 1,100 steps"."""
+    words = []
+    for key, value in parse_setting(text).items():
+        key, value = key.strip(), value.strip()
+        number = f"{int(value):,}" if value.isdigit() and value != key else value
+        plain = value if value == key else f"{key} {number}"
+        words.append(SETTING_NAMES.get(key, plain.replace("{", "{{")).format(number))
+    return ", ".join(words)
 
 
 def round_number(value: float) -> float:
