@@ -373,6 +373,36 @@ def test_report_prints_a_table(tracked):
     assert {"accepted_length"} <= {row["quantity"] for row in told["rows"]}
 
 
+def test_report_prints_the_sections_that_are_asked_for(tracked):
+    words = ("report", "--table", "T9_beside_paper", "--section", "SPARROW table 4")
+    code, output = call(*words)
+    assert code == 0 and "SPARROW table 4" in output and "SPARROW table 5" not in output
+    with pytest.raises(InputError, match=r"section 'no such': allowed are the beginnings of"):
+        call(*words[:-1], "no such")
+    for options in (("--section", "x"), ("--table", "T4_lossless", "--out", "page.html")):
+        with pytest.raises(InputError, match=r"^--(section|out): allowed with"):
+            call("report", *options)
+
+
+def test_a_grid_too_wide_for_the_terminal_has_a_line_for_each_value(monkeypatch, capsys):
+    header, body = ("method", "where", "VDC", "macro"), (("chain", "A", "3.00× [2.45, 3.73]", "–"),)
+    monkeypatch.setattr(cli, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    for columns, told in (("30", "chain, A\n  VDC: 3.00× [2.45, 3.73]\n  macro: –"), ("80", "A ")):
+        monkeypatch.setenv("COLUMNS", columns)
+        cli._print_grid(header, body)
+        assert told in capsys.readouterr().out
+
+
+def test_report_writes_a_page_and_prints_its_path(tracked, tmp_path, monkeypatch):
+    monkeypatch.setattr("vflash_analysis.results.page.report_page", lambda *given: "<html>")
+    code, output = call("report", "--out", str(tmp_path / "page.html"), "--json")
+    assert code == 0 and last_json(output) == {"page": str(tmp_path / "page.html")}
+    assert (tmp_path / "page.html").read_text() == "<html>"
+    monkeypatch.setattr(paths, "FIGURES", tmp_path / "figures")
+    assert call("report")[0] == 0
+    assert (tmp_path / "figures" / "latest" / "report.html").is_file()
+
+
 def test_demo_shows_both_texts(tracked):
     code, output = call("demo", "--json")
     told = last_json(output)

@@ -360,26 +360,76 @@ def report(
     ablation: AblationOption = False,
     all_clips: AllOption = False,
     keep_stale: StaleOption = False,
-    table: Annotated[str, typer.Option(help="a table's stem")] = "T9_beside_paper",
+    table: Annotated[
+        str | None, typer.Option(help="print this table, as T1_speedup, instead")
+    ] = None,
+    section: Annotated[
+        str | None, typer.Option(help="with --table: the sections whose title begins so")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the page's file")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a table: ours beside the published numbers unless another is named."""
+    """Write one HTML page of a run, or of the tracked records; or print a table."""
     from vflash_analysis.publish import chosen_records
     from vflash_analysis.results.report import make_table
     from vflash_analysis.stats import Bootstrap
 
+    if section and not table:
+        raise InputError("--section: allowed with --table only")
+    if out and table:
+        raise InputError("--out: allowed without --table only; a table is printed")
+
     overrides = _overrides(set_)
     samples = config.load_profile(profile or config.TRACKED_PROFILE, overrides).bootstrap_samples
     found = chosen_records(profile, overrides, ablation, all_clips, keep_stale)
-    made = make_table(table, found, Bootstrap(n_samples=samples))
+    boot = Bootstrap(n_samples=samples)
+    if table is None:
+        options = (profile, overrides, ablation, all_clips, keep_stale)
+        path = _write_page(found, boot, options, out)
+        print(paths.relative_to_root(path))
+        _say({"page": str(path)}, as_json)
+        raise typer.Exit(_name_lacking(found))
+    made = make_table(table, found, boot)
+    shown = [s for s in made.sections if s.title.startswith(section or "")]
+    if not shown:
+        titles = [one.title for one in made.sections]
+        raise InputError(f"section '{section}': allowed are the beginnings of {titles}")
     Console().print(Text(made.title, style="bold"), Text(made.caption), sep="\n")
-    for section in made.sections:
-        Console().print("", Text(section.title, style="bold"), sep="\n")
-        _print_table(
-            [dict(zip(section.header, row, strict=True)) for row in section.body], section.header
-        )
+    for one in shown:
+        Console().print("", Text(one.title, style="bold"), sep="\n")
+        _print_grid(one.header, one.body)
     _say({"table": made.stem, "rows": json.loads(made.frame.to_json(orient="records"))}, as_json)
     raise typer.Exit(_name_lacking(found))
+
+
+def _write_page(found: Any, boot: Any, options: tuple[Any, ...], out: Path | None) -> Path:
+    """Write the HTML page of records; `options` are those that a plan takes, profile first."""
+    from vflash_analysis.results.page import report_page
+    from vflash_analysis.run_facts import run_facts, tracked_facts
+
+    profile = options[0]
+    if profile is None:
+        facts, path = tracked_facts(), paths.FIGURES / "latest" / "report.html"
+    else:
+        facts = run_facts(profile, stages.plan(*options))
+        path = paths.RUNS / profile / "report.html"
+    path = (out or path).expanduser()
+    records.write_text_atomic(path, report_page(found, facts, boot))
+    return path
+
+
+def _print_grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+    """A table's section; where it is too wide for the terminal, a line for every value."""
+    columns = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+    width = Console().width if sys.stdout.isatty() else 200  # as in `_print_table`
+    if sum(columns) + 2 * len(columns) <= width:
+        _print_table([dict(zip(header, row, strict=True)) for row in body], header)
+        return
+    for row in body:
+        first = next((i for i, cell in enumerate(row) if any(c.isdigit() for c in cell)), 1)
+        Console().print(Text(", ".join(cell for cell in row[:first] if cell), style="bold"))
+        for name, cell in list(zip(header, row, strict=True))[first:]:
+            Console().print(Text(f"  {name}: {cell}"))
 
 
 @app.command()

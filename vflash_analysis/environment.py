@@ -233,7 +233,8 @@ def device_label(device: Any = "cpu") -> str:
     """
     kind = str(device).partition(":")[0]
     if kind != "cuda":
-        return f"{kind} ({_cpu_model()}, {_threads()} threads)"
+        n = _threads()
+        return f"{kind} ({_cpu_model()}, {n} thread{'' if n == 1 else 's'})"
     import torch
 
     return torch.cuda.get_device_name(device)

@@ -26,7 +26,7 @@ ORCHESTRATION = frozenset(
     f"{PACKAGE_NAME}.{name}"
     for name in (
         "paths", "errors", "config", "strict", "environment", "identity", "locks", "devices",
-        "stages", "notebook", "execute", "progress", "workers", "runner", "publish", "demo", "cli",
+        "stages", "notebook", "execute", "progress", "workers", "runner", "publish", "run_facts", "demo", "cli",
         "estimate", "preflight",
     )
 )  # fmt: skip

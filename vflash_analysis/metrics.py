@@ -391,6 +391,11 @@ def cycle_ms_parts(cycles: pd.DataFrame, column: str) -> pd.DataFrame:
     return _parts(cycles, cycles[column] * 1000, 1.0)
 
 
+def clip_ms_parts(generations: pd.DataFrame, column: str) -> pd.DataFrame:
+    """Mean milliseconds per decode of `column` (a `*_s` of its row); `ratio`."""
+    return _parts(generations, generations[column].astype(float) * 1000, 1.0)
+
+
 def other_share_parts(cycles: pd.DataFrame) -> pd.DataFrame:
     """sum(other_s) / sum(draft_s + verify_s + other_s); `ratio`."""
     return _parts(

@@ -493,3 +493,14 @@ def records_of(
         given["cycles"] = cycles
     typed = {name: typed_frame(frame, SCHEMAS[name]) for name, frame in given.items()}
     return records_from_frames(typed, "synthetic")
+
+
+def decoded_records(costs: pd.DataFrame, benchmarks: tuple[str, ...] = ("VDC",)) -> Records:
+    """A clip of each suite by AR and by chain, with these costs."""
+    rows, cycles = [], []
+    for benchmark in benchmarks:
+        for method in ("ar", "chain"):
+            row, own = decode_clip(method, f"{benchmark}-00", benchmark, 0.7, 1)
+            rows.append(row)
+            cycles += own
+    return records_of(pd.DataFrame(rows), pd.DataFrame(cycles), costs=costs)

@@ -1,4 +1,4 @@
-"""T10, F9 and F10: break-even and speed-ups by hand, what is drawn, and what is marked how."""
+"""T10 and F9: break-even and speed-ups by hand, what is drawn, and what is marked how."""
 
 import math
 
@@ -7,17 +7,15 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.patches import Rectangle
 
-from tests.results.synthetic import DEVICE, cost_rows, decode_clip, records_of
+from tests.results.synthetic import DEVICE, cost_rows, decoded_records
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import typed_frame, write_records_csv
 from vflash_analysis.results.cost import cost_groups, cost_table, keyed, seconds_at
-from vflash_analysis.results.cost_figures import UNMEASURED, cost_figure, cycle_figure
-from vflash_analysis.results.cycle_time import PREDICTED, cycle_frame
+from vflash_analysis.results.cost_figures import UNMEASURED, cost_figure
 from vflash_analysis.results.sources import records_from_frames
-from vflash_analysis.results.style import colour
+from vflash_analysis.results.style import QUIET, colour
 from vflash_analysis.results.tidy import (
     MEASURED,
     MISSING,
@@ -44,16 +42,6 @@ def measured_folder(tmp_path, monkeypatch):
 
 def of_costs(costs: pd.DataFrame):
     return records_from_frames({"costs": typed_frame(costs, COSTS)}, "synthetic")
-
-
-def decoded_records(costs: pd.DataFrame):
-    """One clip by AR and by chain, with these costs."""
-    rows, cycles = [], []
-    for method in ("ar", "chain"):
-        row, own = decode_clip(method, "VDC-00", "VDC", 0.7, 1)
-        rows.append(row)
-        cycles += own
-    return records_of(pd.DataFrame(rows), pd.DataFrame(cycles), costs=costs)
 
 
 def value(frame: pd.DataFrame, quantity: str, **keys: str) -> float:
@@ -190,8 +178,10 @@ def test_f9_draws_ours_beside_hugging_face_and_break_even():
     frame = cost_table(records).frame
     figure, drawn = cost_figure(frame)
     pd.testing.assert_frame_equal(drawn, frame)
-    assert len(figure.axes) == 8  # pocket measured, the 7B modelled
-    ar, chain, _, speedup = figure.axes[:4]
+    assert len(figure.axes) == 9  # pocket measured, the 7B modelled, a speed-up of each, one empty
+    ar, chain = figure.axes[:2]
+    speedup, modelled, empty = figure.axes[6:]
+    assert not empty.axison
     assert lines_of(ar, colour("ar")) == [pytest.approx([4.2, 5.0])]
     assert lines_of(ar, "#CC79A7") == [pytest.approx([5.4, 7.0])]
     assert lines_of(chain, colour("chain")) == [
@@ -202,8 +192,13 @@ def test_f9_draws_ours_beside_hugging_face_and_break_even():
         pytest.approx([1 / 2.6, 16 / 2.6]), pytest.approx([4.2 / 10.6, 16 * 4.2 / 10.6])
     ]  # fmt: skip
     told = [text.get_text() for text in speedup.texts]
-    assert any("chain 2.60 after 1k" in text and "Tree-60 3.76 after 200" in text for text in told)
-    assert figure.axes[4].get_ylabel() == "llava-onevision-7b\nmodelled ms a forward"
+    assert any("chain and Tree-60\nafter 1k: 2.60 and 3.80\n" in text for text in told)
+    assert any(text.endswith("after 200: 2.52 and 3.76") for text in told)
+    assert figure.axes[3].get_ylabel() == "llava-onevision-7b\nmodelled ms a forward"
+    # the modelled forwards cost alike: one line for all, and a circle, and it says so
+    assert len(lines_of(modelled, QUIET)) == 2  # with that of AR
+    assert not lines_of(modelled, colour("chain")) and not lines_of(modelled, colour("tree60"))
+    assert "after any length, one line: \n1.21 to 1.22" in modelled.texts[0].get_text()
     caption = figure.texts[-1].get_text().replace("\n", " ")
     assert f"Measured on {DEVICE}, float32: medians of n = 5 runs" in caption
     assert "random weights, not compiled." in caption
@@ -213,46 +208,5 @@ def test_f9_draws_ours_beside_hugging_face_and_break_even():
 def test_f9_keeps_a_labelled_row_without_measurements():
     figure, _ = cost_figure(cost_table(of_costs(cost_rows().iloc[:0])).frame)
     assert figure.axes[0].get_ylabel().startswith(UNMEASURED)
-    assert [axis.texts[0].get_text() for axis in figure.axes[:4]] == ["no data"] * 4
-
-
-# ---- F10 --------------------------------------------------------------------------------------
-def test_f10_sets_decoded_cycles_beside_the_predicted_ones():
-    records = decoded_records(cost_rows())
-    frame = cycle_frame(records)
-    chain = records.cycles.loc[records.cycles["method"] == "chain"]
-
-    def of(quantity: str, setting: str, method: str = "chain") -> float:
-        rows = frame.loc[
-            (frame["quantity"] == quantity)
-            & (frame["setting"] == setting)
-            & (frame["method"] == method)
-        ]
-        return float(rows["value"].iloc[0])
-
-    for part in ("draft", "verify", "other"):
-        mean = 1000 * chain[f"{part}_s"].mean()
-        assert of(f"{part}_ms", "") == pytest.approx(mean, rel=1e-5)
-    parts = of("draft_ms", "") + of("verify_ms", "") + of("other_ms", "")
-    assert of("cycle_ms", "") == pytest.approx(parts, rel=1e-5)
-    context = chain["start_position"].mean() / 1000  # of a thousand tokens
-    assert of("verify_ms", PREDICTED) == pytest.approx(8 + 2 * context, rel=1e-5)
-    assert of("draft_ms", PREDICTED) == pytest.approx(2 + context, rel=1e-5)
-    figure, drawn = cycle_figure(frame)
-    pd.testing.assert_frame_equal(drawn, frame)
-    bars = [p for p in figure.axes[0].patches if isinstance(p, Rectangle)]
-    hatched = [bar for bar in bars if bar.get_hatch()]
-    assert len(hatched) == 3  # AR's verify; draft and verify of the chain
-    assert sum(bar.get_height() for bar in hatched[1:]) == pytest.approx(10 + 3 * context, rel=1e-5)
-
-
-def test_f10_predicts_nothing_from_another_machine_s_costs():
-    frame = cycle_frame(decoded_records(cost_rows(device="another machine")))
-    assert PREDICTED not in set(frame["setting"])
-    figure, _ = cycle_figure(frame)
-    assert "not\npredicted" in [text.get_text() for text in figure.axes[0].texts]
-
-
-def test_f10_without_cycles_says_so():
-    figure, _ = cycle_figure(cycle_frame(of_costs(cost_rows())))
-    assert [text.get_text() for text in figure.axes[0].texts] == ["no data"]
+    empty = [*figure.axes[:3], figure.axes[6]]
+    assert [axis.texts[0].get_text() for axis in empty] == ["not measured"] * 4

@@ -219,7 +219,7 @@ def test_a_single_logged_step_is_a_visible_mark():
     rows = rows.loc[rows["step"] == 100]
     records = records_from_frames({"training": typed_frame(rows, TRAINING)}, "synthetic")
     figure, _ = training_figure(training_frame(records))
-    assert [line.get_marker() for line in figure.axes[0].lines] == ["o"]
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["s"]
 
 
 # ---- T3's figure ------------------------------------------------------------------------------

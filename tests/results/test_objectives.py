@@ -214,7 +214,8 @@ def test_stored_rows_stand_beside_those_of_a_run_and_are_never_mixed(tracked):
     assert pick(table.frame, **keys, status="stored")["value"] == np.mean([3, 5, 4, 6])
     text = markdown(table)
     assert "Rows marked stored: the tracked records, not this run" in text
-    assert f"| {CELL} | 4.00" in text and f"| {CELL} (stored) | 4.50" in text
+    words = "100 training clips, 100 steps"
+    assert f"| {words} | 4.00" in text and f"| {words} (stored) | 4.50" in text
     figure, drawn = objectives_figure(table.frame)
     assert set(drawn["status"]) == {"measured", "stored"}
     assert "Hollow: the tracked records" in figure.texts[-1].get_text().replace("\n", " ")
@@ -233,8 +234,10 @@ def test_t3_rows_are_in_the_order_of_their_numbers():
         own = known_anchors().iloc[:1].assign(**{k: [v] for k, v in columns.items()})
         rows += [own.assign(setting=asked) for asked in ("", "rounds=2", "context=zeroed")]
     (section, *_) = objectives_table(anchors_only(pd.concat(rows)), FEW).sections
-    sizes = ["clips=150;steps=275", "clips=1600;steps=275", "clips=1600;steps=1100"]
-    asked = ("", ";context=zeroed", ";rounds=2")
+    sizes = [f"{words} training clips, " for words in ("150", "1,600", "1,600")]
+    sizes = [one + steps for one, steps in zip(sizes, ("275", "275", "1,100"), strict=True)]
+    sizes = [f"{one} steps" for one in sizes]
+    asked = ("", ", context zeroed", ", 2 drafter forwards")
     assert [row[0] for row in section.body] == [size + one for one in asked for size in sizes]
 
 

@@ -1,8 +1,11 @@
 """Building a whole place from records, the same twice, and one table or figure alone."""
 
+import itertools
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from tests.results.synthetic import decode_rows, records_of
 from vflash_analysis.errors import InputError
@@ -15,6 +18,7 @@ from vflash_analysis.results.report import (
     make_figure,
     make_table,
 )
+from vflash_analysis.results.style import SMALLEST, TEXT_WIDTH
 from vflash_analysis.results.tidy import read_tidy_csv
 
 FIGURE_ITEMS = (*FIGURE_OF_TABLE, *FIGURE_OF_FRAME)
@@ -64,6 +68,39 @@ def test_every_figure_can_be_made_alone(records, boot):
         assert figure.axes and len(drawn)
         report_title = figure.texts[0].get_text()
         assert report_title and figure.texts[-1].get_text() != report_title
+
+
+def shown_texts(figure) -> list[Text]:
+    """Every text that is drawn: not the empty ones, those of switched-off axes and of ticks beyond."""
+    hidden = {id(text) for axis in figure.axes if not axis.axison for text in axis.findobj(Text)}
+    for axis in figure.axes:
+        for one in (axis.xaxis, axis.yaxis):
+            low, high = sorted(one.get_view_interval())
+            beyond = [tick for tick in one.get_major_ticks() if not low <= tick.get_loc() <= high]
+            hidden |= {id(text) for tick in beyond for text in (tick.label1, tick.label2)}
+    found = figure.findobj(Text)
+    return [t for t in found if t.get_visible() and t.get_text().strip() and id(t) not in hidden]
+
+
+def test_on_paper_no_text_is_tiny_cut_or_over_its_neighbour(records, boot):
+    """As wide as a page's text at most; wider figures would be scaled down, their type with them."""
+    for item in FIGURE_ITEMS:
+        figure, _ = make_figure(item, records, boot)
+        width, height = figure.get_size_inches()
+        scale = min(1.0, TEXT_WIDTH / width)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        for text in shown_texts(figure):
+            assert scale * text.get_fontsize() >= SMALLEST, (item, text.get_text())
+            box = text.get_window_extent(renderer)
+            inside = box.x0 > -2 and box.y0 > -2
+            inside &= box.x1 < 2 + figure.dpi * width and box.y1 < 2 + figure.dpi * height
+            assert inside, (item, text.get_text())
+        shown = {id(text) for text in shown_texts(figure)}
+        for axis in figure.axes:
+            for names in (axis.get_xticklabels(), axis.get_yticklabels()):
+                boxes = [n.get_window_extent(renderer) for n in names if id(n) in shown]
+                for one, other in itertools.pairwise(boxes):
+                    assert not one.overlaps(other), (item, [n.get_text() for n in names])
 
 
 def test_a_finished_table_spares_making_it_again(records, boot, monkeypatch):

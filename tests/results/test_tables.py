@@ -9,6 +9,7 @@ from tests.results.synthetic import decode_rows, generation_row, records_of
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import blank_row
 from vflash_analysis.results.beside import beside_paper_table
+from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.tables import (
     accepted_length_table,
     is_comparable,
@@ -289,7 +290,7 @@ def test_t4_keeps_the_verify_shaped_control_apart():
     table = lossless_table(records_of(pd.DataFrame(rows + control)), FEW)
     row = pick(table.frame, quantity="texts_compared", method="ar")
     assert (row["setting"], row["value"]) == ("verify16", 1)
-    counts = "1 (n 1) | 0 (n 1) | 0 (n 1) | 0 (n 1) | – | – |"
+    counts = "1 | 0 | 0 | 0 | – | – |"
     assert f"| Autoregressive |  | verify16 | A | {counts}" in markdown(table)
     assert "Where: A: 2 CPU cores, float32, synthetic." in table.caption
 
@@ -331,6 +332,57 @@ def test_t9_compares_on_the_papers_target_and_hardware():
     both = records_of(pd.DataFrame([*rows, *elsewhere]))
     assert is_comparable(records_of(pd.DataFrame(rows))) and not is_comparable(both)
     assert not is_comparable(records_of(pd.DataFrame(columns=list(rows[0]))))
+
+
+def test_t9_sets_ours_minus_the_published_number_with_our_interval(known):
+    """The chain is 4 times as fast, the page's macro 3.773; AR takes 100 ms, there 10.6 to 11.1."""
+    table = beside_paper_table(known, FEW)
+    differences = table.frame.loc[table.frame["quantity"] == "difference"]
+    chain = pick(differences, method="chain", unit="x")
+    assert (chain["value"], chain["low"]) == pytest.approx((4 - 3.773, 4 - 3.773))
+    assert chain["status"] == "not comparable"
+    ar = pick(differences, method="ar")
+    assert math.isnan(ar["value"]) and (ar["low"], ar["high"]) == pytest.approx((88.9, 89.4))
+    page = {(row[0], row[1], row[2], row[3]): row for row in table.sections[0].body}
+    assert page["chain", "decoding speed-up", "macro", ""][4:] == (
+        "3.773×", "4.00× [4.00, 4.00] (n 10)", "0.23× [0.23, 0.23]", "A, C", "not comparable",
+        "Ours is another target, machine or size of run.",
+    )  # fmt: skip
+    assert page["Tree-60", "decoding speed-up", "VDC", ""][-2:] == (
+        "published only", "Nothing of ours was decoded for it.",
+    )  # fmt: skip
+    assert page["SPARROW", "decoding speed-up", "MLVU", ""][4:6] == ("–", "–")
+    again = page["SPARROW", "decoding speed-up", "macro", "mean of the 4 printed suites"]
+    assert again[4] == "2.815×"
+    seeds = page["", "sample seeds", "", ""]
+    assert seeds[4:7] == ("3", "1", "-2.00")
+
+
+def test_t9_holds_every_published_cell_without_any_records():
+    table = beside_paper_table(records_from_frames({}, "nothing"), FEW)
+    frame = table.frame.loc[table.frame["source"] != "nothing"]
+    recomputed = frame["setting"].str.startswith("mean of")
+    counts = frame.loc[~recomputed, "source"].value_counts()
+    assert (
+        counts["vflash_fm_page"] == 25 + 14
+    )  # the AR time's two ends are one row, equality is one
+    assert counts.sum() == 25 + 14 + 12 + 2 + 6 + 40 + 18 + 30 + 8
+    assert recomputed.sum() == 4
+    assert not (frame["quantity"] == "difference").any()
+    shown = sum(len(section.body) for section in table.sections)
+    assert shown == len(frame)
+    raw = [cell for section in table.sections for row in section.body for cell in row]
+    assert not any("_" in cell or "=" in cell or "nan" in cell for cell in raw)
+
+
+def test_t4_names_what_differs_and_counts_texts():
+    table = lossless_table(records_of(pd.DataFrame(two_clips_a_suite())), FEW)
+    what = table.sections[-1]
+    assert what.header[-6:] == (
+        "texts compared", "near ties", "logic errors", "unexplained",
+        "logit gap where they differ", "first token that differs",
+    )  # fmt: skip
+    assert what.body[0][-6:] == ("10", "0", "0", "0", "–", "–")
 
 
 def test_tables_of_no_records_say_missing(boot):

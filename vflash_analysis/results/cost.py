@@ -288,8 +288,9 @@ def cost_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
         "CSV. Modelled: at best, by a roofline of an H100's printed rates; nothing was run. The "
         "page's row is its AR time per token on four demo clips. Limit: bytes a forward must read "
         "over copy bandwidth; caches can beat it. "
-        f"Speed-up: accepted length × AR / (draft + verify), at the decoded length ({told}), an "
-        f"assumption for any other target. {where}"
+        f"Speed-up: accepted length × AR / (draft + verify), at the decoded length ({told}; suites "
+        "pooled, where T2's macro is their mean), an assumption for any other target. "
+        f"{where}"
     )
     return Table(T10, "T10 Cost model", caption, frame, _sections(lettered))
 

@@ -1,7 +1,9 @@
-"""The data of F10: what a decoded cycle took, part by part, beside what the cost model predicts."""
+"""The data of F10: what a decoded cycle took, part by part, beside what the cost model predicts; and
+what a clip took from its file to its last token."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -9,7 +11,8 @@ import pandas as pd
 from vflash_analysis import metrics
 from vflash_analysis.metrics import ratio
 from vflash_analysis.results.cost import CostGroup, own_groups, seconds_at
-from vflash_analysis.results.sources import Records, decode_groups
+from vflash_analysis.results.sources import DecodeGroup, Records, count_clips, decode_groups
+from vflash_analysis.results.tables import baseline, by_benchmark, drafted
 from vflash_analysis.results.tidy import ARM_ORDER, METHOD_ORDER, Origin, in_order, tidy
 from vflash_analysis.schemas import VFLASH_METHODS
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
@@ -17,7 +20,7 @@ from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 F10 = "F10_cycle_time"
 PREDICTED = "cost model"  # `setting` of what is not decoded
 Row = dict[str, Any]
-_PARTS = ("draft", "verify", "other")
+_CLIP_PARTS = ("frame_read", "vision", "prefill", "decode")
 
 
 def cycle_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.DataFrame:
@@ -25,7 +28,9 @@ def cycle_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.Dat
 
     Rows of setting "" are decoded, with `cycle_ms` their sum; rows of setting "cost model" are the
     forwards of costs measured on the same machine in the same dtype, at the cycles' mean context;
-    the cost model knows no other time.
+    the cost model knows no other time. `other_ms` is given as `tree_ms` and `bookkeeping_ms` where
+    every cycle has its `tree_s`. Then mean milliseconds of a clip by part, with `end_to_end_ms`
+    their sum, of autoregressive decoding, chain and Tree-60, and these two's macro speed-ups.
     """
     rows: list[Row] = []
     groups = own_groups(records)
@@ -43,6 +48,7 @@ def cycle_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.Dat
                 rows += _cycle_rows(origin, method, arm, taken, boot)
                 context = float(taken["start_position"].mean())
                 rows += _predicted_cycle_rows(origin, method, arm, own, context)
+        rows += _clip_rows(origin, decoded, records, boot)
     return tidy(rows)
 
 
@@ -50,10 +56,42 @@ def _cycle_rows(
     origin: Origin, method: str, arm: str, cycles: pd.DataFrame, boot: Bootstrap
 ) -> list[Row]:
     rows = []
-    for part in (*_PARTS, "total"):
+    parts = ["draft", "verify", "other", "total"]
+    if "tree_s" in cycles.columns and cycles["tree_s"].notna().all():
+        cycles = cycles.assign(bookkeeping_s=cycles["other_s"] - cycles["tree_s"])
+        parts[2:3] = ["tree", "bookkeeping"]
+    for part in parts:
         quantity = "cycle_ms" if part == "total" else f"{part}_ms"
         value = boot.videos(metrics.cycle_ms_parts(cycles, f"{part}_s"), ratio)
         rows.append(origin.row(quantity, value, "ms", len(cycles), method=method, objective=arm))
+    return rows
+
+
+def _clip_rows(
+    origin: Origin, decoded: DecodeGroup, records: Records, boot: Bootstrap
+) -> list[Row]:
+    """A clip's time by part and the speed-ups, over the clips whose every part was timed."""
+    rows: list[Row] = []
+    for method, arm, own in drafted(decoded, records, ("ar", *VFLASH_METHODS), None):
+        timed = own.loc[metrics.end_to_end_s(own).notna()]
+        if timed.empty:
+            continue
+        row = partial(origin.row, method=method, objective=arm)
+        sums = timed.assign(end_to_end_s=metrics.end_to_end_s(timed))
+        for part in (*_CLIP_PARTS, "end_to_end"):
+            value = boot.videos(metrics.clip_ms_parts(sums, f"{part}_s"), ratio)
+            rows.append(row(f"{part}_ms", value, "ms", count_clips(timed)))
+        if method == "ar":
+            continue
+        pairs = metrics.pair_clips(baseline(decoded.rows, own), own)
+        for quantity, parts in (
+            ("decode_speedup", metrics.decode_speedup_parts(pairs)),
+            ("end_to_end_speedup", metrics.end_to_end_speedup_parts(pairs)),
+        ):
+            found = by_benchmark(
+                origin, quantity, "x", parts, metrics.ratio_of_ratios, boot, method, arm
+            )
+            rows += [one for one in found if one["benchmark"] == "macro"]
     return rows
 
 

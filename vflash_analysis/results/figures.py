@@ -23,6 +23,7 @@ from vflash_analysis.results.objectives import BASE_ARM, FLOW_ARM
 from vflash_analysis.results.style import (
     INK,
     QUIET,
+    TEXT_WIDTH,
     Drawn,
     arm_handles,
     colour,
@@ -79,26 +80,24 @@ def _draw_bar(axis: Axes, x: float, width: float, row: pd.Series | None, bars: _
     value = math.nan if row is None else float(row["value"])
     if row is None or math.isnan(value):
         words = "no data" if bars.ours else "not reported"
-        axis.text(
-            x, 0.06, words, rotation=90, ha="center", va="bottom", fontsize=6, color="#9a9a9a"
-        )
+        axis.text(x, 0.06, words, rotation=90, ha="center", va="bottom", fontsize=6.5, color=QUIET)
         return
     tone = colour(bars.method)
     if bars.ours:
-        axis.bar(x, value, width, color=tone, edgecolor=tone, linewidth=0.8)
+        axis.bar(x, value, width, color=tone, edgecolor=tone, linewidth=0.6)
     else:
         face = (*matplotlib.colors.to_rgb(tone), _TINT)
         hatch = "" if row["status"] == COMPARABLE else "/////"
-        axis.bar(x, value, width, facecolor=face, edgecolor=tone, hatch=hatch, linewidth=0.8)
+        axis.bar(x, value, width, facecolor=face, edgecolor=tone, hatch=hatch, linewidth=0.6)
     top = value
     low, high = float(row["low"]), float(row["high"])
     if bars.ours and math.isfinite(low) and math.isfinite(high):
         ends = error_bar(np.array([value]), np.array([low]), np.array([high]))
-        axis.errorbar(x, value, yerr=ends, fmt="none", ecolor=INK, elinewidth=1, capsize=2)
+        axis.errorbar(x, value, yerr=ends, fmt="none", ecolor=INK, elinewidth=0.8, capsize=1.4)
         top = max(value, high)
     axis.annotate(
-        f"{value:.2f}", (x, top), xytext=(0, 3), textcoords="offset points", rotation=90,
-        ha="center", va="bottom", fontsize=7, color=INK,
+        f"{value:.2f}", (x, top), xytext=(0, 2), textcoords="offset points", rotation=90,
+        ha="center", va="bottom", fontsize=6.5, color=INK,
         fontweight="bold" if bars.ours else "normal",
     )  # fmt: skip
 
@@ -116,9 +115,9 @@ def _draw_suites(
         by_suite = {str(row["benchmark"]): row for _, row in own.iterrows()}
         for group, name in enumerate(BENCHMARK_ORDER):
             _draw_bar(axis, group + float(offset), step - _GAP, by_suite.get(name), bars)
-    axis.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
+    axis.axhline(1, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
     axis.annotate(
-        "AR = 1×", (n_groups - 0.5, 1), xytext=(4, 0), textcoords="offset points", fontsize=8,
+        "AR = 1×", (n_groups - 0.5, 1), xytext=(3, 0), textcoords="offset points", fontsize=7,
         color=QUIET, va="center", annotation_clip=False,
     )  # fmt: skip
     names = []
@@ -157,7 +156,7 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
     times = frame.loc[frame["quantity"] == "ar_ms_per_token"]
     series = _series(ours)
     devices = [d for d in dict.fromkeys(ours["device"]) if d] or [""]
-    figure, axes = new_figure(12.5, 1.35 + 3.5 * len(devices), len(devices))
+    figure, axes = new_figure(TEXT_WIDTH, 1.0 + 2.5 * len(devices), len(devices))
     highest = float(np.nanmax([1.5, *speed["value"], *speed["high"]]))
     for axis, device in zip(axes[:, 0], devices, strict=True):
         own = ours.loc[ours["device"].isin((device, ""))]
@@ -170,7 +169,7 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
         )
         axis.set_ylim(0, highest * 1.15)
         if len(devices) > 1:
-            axis.set_title(f"ours: {device}", fontsize=9)
+            axis.set_title(f"ours: {device}", fontsize=7.5)
     suites = ours.loc[(ours["benchmark"] != "macro") & (ours["status"] != MISSING), "n"]
     caption = (
         f"Ours (solid), {label(FLOW_ARM)}: {devices_text(ours)}; n = {span_text(suites)} clips "
@@ -185,8 +184,8 @@ def speedup_figure(frame: pd.DataFrame) -> Drawn:
 
 # ---- F4 ---------------------------------------------------------------------------------------
 _PANELS = (
-    ("conditional_acceptance", "slot accepted, given all before it"),
-    ("survival", "all slots up to here accepted"),
+    ("conditional_acceptance", "conditional:\nslot accepted, given all before it"),
+    ("survival", "survival:\nall slots up to here accepted"),
 )
 
 
@@ -204,6 +203,19 @@ def _draw_slots(axis: Axes, rows: pd.DataFrame, arm: str) -> None:
     )
 
 
+def _tell_counts(axis: Axes, rows: pd.DataFrame) -> None:
+    """How many blocks were judged at the first and at the last slot, in the panel's free corner."""
+    slots = rows["setting"].astype(int)
+    told = [
+        f"n {span_text(rows.loc[slots == slot, 'n'])} at slot {slot}"
+        for slot in dict.fromkeys((slots.min(), slots.max()))
+    ]
+    axis.annotate(
+        "\n".join(told), (0.02, 0.03), xycoords="axes fraction", va="bottom", fontsize=6.5,
+        color=QUIET,
+    )  # fmt: skip
+
+
 @styled
 def acceptance_figure(frame: pd.DataFrame) -> Drawn:
     """F4: conditional acceptance and survival by slot, flow against mask-only training.
@@ -212,7 +224,7 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
     """
     frame = checked(frame)
     lines = sorted(set(zip(frame["method"], frame["device"], strict=True))) or [("", "")]
-    figure, axes = new_figure(10.5, 1.35 + 2.9 * len(lines), len(lines), 2)
+    figure, axes = new_figure(TEXT_WIDTH, 1.2 + 1.85 * len(lines), len(lines), 2)
     arms = (BASE_ARM, FLOW_ARM)
     n_slots = max((int(slot) for slot in frame["setting"]), default=1)
     for line, (method, device) in enumerate(lines):
@@ -223,6 +235,8 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
                 _draw_slots(axis, rows.loc[rows["objective"] == arm], arm)
             if rows.empty:
                 no_data(axis)
+            else:
+                _tell_counts(axis, rows)
             axis.set_ylim(0, 1.02)
             axis.set_xlim(0.6, n_slots + 0.4)
             axis.set_xticks(range(1, n_slots + 1))
@@ -230,14 +244,16 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
                 axis.set_title(words)
             if line == len(lines) - 1:
                 axis.set_xlabel("slot in the block")
-        where = "every anchor of fixed AR texts" if method == "" else "decoded cycles, chain"
-        axes[line, 0].set_ylabel(f"acceptance\n{where}")
-    first = frame.loc[frame["setting"] == "1"]
+        where = "anchors of fixed AR texts" if method == "" else "decoded cycles, chain"
+        axes[line, 0].set_ylabel(f"share accepted\n{where}")
     caption = (
-        f"n = {span_text(first['n'])} slots judged at slot 1, fewer later; slots past the end of a "
-        "text are not counted. Bands: 95 % bootstrap over training seeds and videos; open markers "
-        "are too few slots for one. Anchors: the drafters of the decoded ones' data size and budget, "
-        "of all training seeds; censored slots aside, every anchor counts. "
+        "Where the two lines lie inside each other's bands, the trainings are not told apart. "
+        "Conditional: of the blocks whose slots 1 to k - 1 were accepted, the share whose slot k "
+        "was too. Survival: of the blocks whose outcome at slot k is known, the share accepted up "
+        "to it. n in the panels: blocks judged, of each training; slots past the end of a text are "
+        "not counted. Bands: 95 % bootstrap over training seeds and videos; open markers: too few "
+        "for one. Anchors: every position of fixed texts as the block's start, drafters of the "
+        "decoded ones' data size and budget, of all training seeds. "
         f"Decoded on {devices_text(frame)}."
     )
     title = "Acceptance by slot, flow training against mask-only"

@@ -38,6 +38,7 @@ from vflash_analysis.results.tidy import (
     parse_setting,
     read_tidy_csv,
     setting_text,
+    setting_words,
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, cell_text, pivot, titled
@@ -296,7 +297,10 @@ def objectives_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> T
     frame = checked(pd.concat([own, stored], ignore_index=True)) if len(stored) else own
     decoded = ""
     if (frame["quantity"] == "accepted_length").any():
-        decoded = ", and tau of the decoded chain (n: decodes) on the device named in its row"
+        decoded = (
+            ", and tau of the decoded chain, its suites pooled where T2's macro is their mean "
+            "(n: decodes), on the device named in its row"
+        )
     caption = (
         "Accepted length of every training arm by data size and budget, at every full-block anchor "
         f"of fixed AR texts (n: anchors over all training seeds){decoded}. Differences are self "
@@ -320,6 +324,7 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     pooled["cell"] = [t.split(";minus=")[0] for t in pooled["setting"]]
     places = [_place(cell) for cell in pooled["cell"]]
     pooled = pooled.iloc[sorted(range(len(places)), key=places.__getitem__)]
+    pooled["cell"] = [setting_words(cell) for cell in pooled["cell"]]
     if set(pooled["status"]) >= {MEASURED, STORED}:
         kept = pooled["status"] == STORED
         marked = pooled.loc[kept].assign(cell=pooled.loc[kept, "cell"] + " (stored)")

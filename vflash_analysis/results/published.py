@@ -29,6 +29,8 @@ PUBLISHED = DATA / "published"
 PAGE = "vflash_fm_page"
 PAGE_DEVICE = "one H100 (as published)"
 OTHER_DEVICE = "other hardware and protocol (as published)"
+HEADLINE_SOURCES = ("parallelvlm_and_related", "sparrow_lvspec_parallelvlm_mmspec")
+DEVICE_SOURCE = "nvidia_h100_datasheet"
 TABLE4_DEVICE = "A800, Qwen2.5-VL-7B (as published)"
 TABLE5_DEVICE = "L20, LLaVA-OneVision-7B (as published)"
 
@@ -127,6 +129,49 @@ def speedup_rows(item: str, comparable: bool, ours: set[str] | None = None) -> l
         # "not reported" is a fact about the paper, not a run of ours that is missing
         rows.append({**row, "status": status})
     return rows
+
+
+def recomputed_rows(item: str) -> list[dict[str, Any]]:
+    """The macro averages anew, as the mean of the suites that each row prints.
+
+    A method that prints no suite has none.
+    """
+    cells = speedups()
+    rows = []
+    for method, own in cells.loc[cells["benchmark"] != "macro"].groupby("method", sort=False):
+        values = own["value"].dropna()
+        if values.empty:
+            continue
+        origin = Origin(item, str(own["device"].iloc[0]), PUBLISHED_ONLY, PAGE)
+        setting = f"mean of the {len(values)} printed suites"
+        row = origin.row("decode_speedup", float(values.mean()), "x", benchmark="macro",
+                         method=str(method), setting=setting)  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+_PROTOCOL_TOLD = ("ar_ms_per_token_low", "ar_ms_per_token_high")  # by `protocol_rows`
+
+
+def setting_rows(item: str) -> list[dict[str, Any]]:
+    """The rest of what the page says of its protocol and demo; a name is in the setting."""
+    rows = []
+    for cell in _cells("vflash_fm_protocol"):
+        if cell["quantity"] in _PROTOCOL_TOLD:
+            continue
+        named = not cell["unit"]
+        shown = {**cell, "value": ""} if named else cell
+        setting = cell["value"] if named else ""
+        rows.append(_published_only(item, PAGE_DEVICE, shown, method="", setting=setting))
+    return rows
+
+
+def device_rows(item: str) -> list[dict[str, Any]]:
+    """What a device's maker prints of it."""
+    return [
+        _published_only(item, f"{cell['device']} (as published)", cell, method="")
+        for cell in _cells("devices")
+    ]
 
 
 def _protocol() -> dict[str, str]:

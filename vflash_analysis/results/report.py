@@ -17,8 +17,9 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.paths import FIGURES, TRACKED_FIGURES
 from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.cost import cost_table
-from vflash_analysis.results.cost_figures import cost_figure, cycle_figure
+from vflash_analysis.results.cost_figures import cost_figure
 from vflash_analysis.results.curves import acceptance_frame, training_frame
+from vflash_analysis.results.cycle_figure import cycle_figure
 from vflash_analysis.results.cycle_time import cycle_frame
 from vflash_analysis.results.design import design_table, share_table
 from vflash_analysis.results.figures import acceptance_figure, speedup_figure

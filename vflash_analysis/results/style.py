@@ -1,4 +1,8 @@
-"""How figures look and how they are saved: one style, one palette by name, reproducible bytes."""
+"""How figures look and how they are saved: one style, one palette by name, reproducible bytes.
+
+A figure is as wide as a page's text, so the sizes below are those on paper and nothing is printed
+smaller than `SMALLEST`; a README shows the same picture at some 830 pixels.
+"""
 
 from __future__ import annotations
 
@@ -28,37 +32,39 @@ R = TypeVar("R")
 Drawn = tuple[Figure, pd.DataFrame]
 
 INK, QUIET, FAINT = "#222222", "#6b6b6b", "#d9d9d9"
+TEXT_WIDTH = 6.9  # inches
+SMALLEST = 6.5  # points
 
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
-    "font.size": 9,
+    "font.size": 7.5,
     "text.color": INK,
-    "axes.titlesize": 10,
+    "axes.titlesize": 8,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "axes.labelsize": 9,
+    "axes.labelsize": 7.5,
     "axes.labelcolor": INK,
     "axes.edgecolor": "#8c8c8c",
-    "axes.linewidth": 0.8,
+    "axes.linewidth": 0.6,
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.unicode_minus": True,
     "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
+    "grid.linewidth": 0.6,
     "xtick.color": "#4d4d4d",
     "ytick.color": "#4d4d4d",
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
     "xtick.major.size": 0,
     "ytick.major.size": 0,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 3.4,
     "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "hatch.linewidth": 0.9,
-    "figure.dpi": 100,
-    "savefig.dpi": 200,
+    "legend.fontsize": 7,
+    "hatch.linewidth": 0.6,
+    "figure.dpi": 144,
+    "savefig.dpi": 240,
     "figure.facecolor": "white",
     "svg.hashsalt": "vflash",
     "svg.fonttype": "path",
@@ -68,11 +74,11 @@ STYLE: dict[Any, Any] = {
 # Whatever the caller's settings are (a notebook's, a matplotlibrc's), figures start from
 # matplotlib's own; what names the screen or the clock stays as it is.
 _KEPT = ("backend", "interactive", "toolbar", "webagg", "tk.", "timezone", "date.epoch")
-_RC: dict[Any, Any] = {
+SAVED: dict[Any, Any] = {
     **{k: v for k, v in matplotlib.rcParamsDefault.items() if not k.startswith(_KEPT)},
     **STYLE,
 }
-_METADATA: Mapping[str, dict[str, Any]] = {
+METADATA: Mapping[str, dict[str, Any]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
     "png": {"Software": None},
@@ -108,30 +114,39 @@ def finish(
     """Puts title and legend above the panels and the caption below, then fixes the layout.
 
     Closes the figure: it can be saved and shown, but a notebook does not show it once more.
+
+    Args:
+        figure: with all that it draws.
+        title: a line.
+        caption: wrapped to the figure's width.
+        legend: entries; fewer columns than asked for where the longest would not fit.
+        legend_columns: at most so many entries beside each other.
     """
     width, height = (float(inches) for inches in figure.get_size_inches())
-    lines = textwrap.wrap(caption, int(17.5 * width))
-    below = (0.165 * len(lines) + 0.16) / height
-    legend_rows = -(-len(legend) // legend_columns)
-    above = (0.38 + 0.20 * legend_rows) / height
-    margin = 0.12 / width
+    lines = textwrap.wrap(caption, int(20.5 * width))
+    below = (0.132 * len(lines) + 0.13) / height
+    longest = max((len(str(entry.get_label())) for entry in legend), default=1)
+    columns = max(1, min(legend_columns, int((width - 0.1) / (0.052 * longest + 0.36))))
+    legend_rows = -(-len(legend) // columns)
+    above = (0.30 + 0.155 * legend_rows) / height
+    margin = 0.08 / width
     figure.text(
-        margin, 1 - 0.10 / height, title,
-        ha="left", va="top", fontsize=12, fontweight="bold", color=INK,
+        margin, 1 - 0.07 / height, title,
+        ha="left", va="top", fontsize=9.5, fontweight="bold", color=INK,
     )  # fmt: skip
     if legend:
         figure.legend(
-            handles=list(legend), loc="upper left", bbox_to_anchor=(0.04 / width, 1 - 0.31 / height),
-            ncols=legend_columns, fontsize=8.5, handlelength=1.5, columnspacing=1.5,
+            handles=list(legend), loc="upper left", bbox_to_anchor=(0.01 / width, 1 - 0.23 / height),
+            ncols=columns, handlelength=1.6, columnspacing=1.3, labelspacing=0.35,
         ).set_in_layout(False)  # fmt: skip
     figure.text(
-        margin, 0.09 / height, "\n".join(lines),
-        ha="left", va="bottom", fontsize=8, color=QUIET, linespacing=1.35,
+        margin, 0.07 / height, "\n".join(lines),
+        ha="left", va="bottom", fontsize=6.7, color=QUIET, linespacing=1.35,
     )  # fmt: skip
     for axis in figure.axes:
         sns.despine(ax=axis)
     space = (0, below, 1, 1 - below - above)
-    figure.set_layout_engine(ConstrainedLayoutEngine(rect=space, h_pad=0.06, w_pad=0.08))
+    figure.set_layout_engine(ConstrainedLayoutEngine(rect=space, h_pad=0.05, w_pad=0.05))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axis in figure.axes:  # the solver's last bits differ from process to process
@@ -144,7 +159,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(draw)
     def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
-        with matplotlib.rc_context(_RC):
+        with matplotlib.rc_context(SAVED):
             return draw(*arguments, **keywords)
 
     return wrapped
@@ -172,14 +187,14 @@ def span_text(numbers: pd.Series) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
 
 
-def arm_handles(arms: Sequence[str], present: set[str], markers: bool = True) -> list[Artist]:
+def arm_handles(arms: Sequence[str], present: set[str]) -> list[Artist]:
     """Legend entries of arms in order; one without data says so."""
     return [
         Line2D(
             [],
             [],
             color=colour(arm),
-            marker=marker(arm) if markers else "",
+            marker=marker(arm),
             label=label(arm) if arm in present else f"{label(arm)}: no data",
         )
         for arm in arms
@@ -210,7 +225,7 @@ def no_data(axis: Axes, text: str = "no data") -> None:
     """Marks a panel that has nothing to draw."""
     axis.text(
         0.5, 0.5, text, transform=axis.transAxes,
-        ha="center", va="center", color=QUIET, fontsize=10,
+        ha="center", va="center", color=QUIET, fontsize=8,
     )  # fmt: skip
 
 
@@ -221,8 +236,8 @@ def save_figure(folder: str | Path, stem: str, figure: Figure, frame: pd.DataFra
     """
     folder = Path(folder)
     paths = []
-    with matplotlib.rc_context(_RC):
-        for ending, marks in _METADATA.items():
+    with matplotlib.rc_context(SAVED):
+        for ending, marks in METADATA.items():
             path = folder / f"{stem}.{ending}"
             save = partial(figure.savefig, format=ending, metadata=marks)
             replace_atomically(path, save)

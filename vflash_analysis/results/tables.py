@@ -34,7 +34,15 @@ from vflash_analysis.results.tidy import (
     in_order,
     tidy,
 )
-from vflash_analysis.results.write import Section, Table, cell_text, pivot, places, titled
+from vflash_analysis.results.write import (
+    Section,
+    Table,
+    cell_text,
+    pivot,
+    places,
+    titled,
+    value_text,
+)
 from vflash_analysis.schemas import (
     BENCHMARKS,
     COMPARISON_METHODS,
@@ -287,7 +295,7 @@ def accepted_length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP)
     lettered, where = places(frame)
     caption = (
         "Tokens committed per verify call, the target's own token included (accepted drafts: "
-        "without it). Parentheses: clips measured, of those any method tried; training seeds pooled. "
+        "without it); macro is the unweighted mean over the five suites. Parentheses: clips measured, of those any method tried; training seeds pooled. "
         f"{boot.caption()} {where}"
     )
     quantities = (
@@ -342,8 +350,8 @@ def lossless_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Tab
     caption = (
         "Share of texts whose token ids equal plain greedy decoding's. A text that differs is a "
         "near tie (its logit gap is within the change between 1-row and block-row passes) or a "
-        "logic error. Gap: largest [smallest, largest]; first divergence: median token [range]. "
-        f"n: texts; shares: n clips. {boot.caption()} {where}"
+        "logic error. Gap: largest [smallest, largest]; first token that differs: median [range]. "
+        f"Parentheses: n clips, of differing texts n texts. {boot.caption()} {where}"
     )
     share = benchmark_grids(
         lettered.loc[lettered["quantity"] == "identical_share"], ["identical_share"]
@@ -357,5 +365,6 @@ def lossless_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Tab
         "quantity",
         ("texts_compared", "near_tie", "logic_error", "unexplained", "divergence_gap",
          "first_divergence"),
+        lambda row: value_text(row["value"], "texts") if row["unit"] == "texts" else cell_text(row),
     )  # fmt: skip
     return Table(item, "T4 Losslessness", caption, frame, (*share, what))

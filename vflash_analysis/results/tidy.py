@@ -109,7 +109,13 @@ QUANTITIES: Mapping[str, str] = {
     "verify_ms": "verify time per cycle",
     "other_share": "share of other time",
     "other_ms": "other time per cycle",
-    "tree_ms": "tree building time per cycle",
+    "tree_ms": "tree building per cycle",
+    "bookkeeping_ms": "bookkeeping per cycle",
+    "frame_read_ms": "frame reading per clip",
+    "vision_ms": "vision encoding per clip",
+    "prefill_ms": "prefill per clip",
+    "decode_ms": "decoding per clip",
+    "end_to_end_ms": "time of a clip from its file",
     "cycle_ms": "time of a cycle",
     "forward_ms": "time of a forward",
     "limit_ms": "time that memory bandwidth allows",
@@ -129,6 +135,30 @@ QUANTITIES: Mapping[str, str] = {
     "first_choice_right": "first choice right after a",
     "predicted_length": "predicted accepted length",
     "paired_difference": "paired difference",
+    "texts_compared": "texts compared",
+    "near_tie": "near ties",
+    "logic_error": "logic errors",
+    "divergence_gap": "logit gap where they differ",
+    "first_divergence": "first token that differs",
+    "difference": "ours minus the published number",
+    "speedup": "speed-up",
+    "draft_window_expansion": "expansion of the draft window",
+    "accepted_length_gain_over_training_free": "gain in τ over training-free methods",
+    "speedup_gain_over_training_free": "gain in speed-up over training-free methods",
+    "decode_speedup_at_25k_visual_tokens": "decoding speed-up after 25k visual tokens",
+    "drafter_layers": "the drafter's layers",
+    "block_size": "block",
+    "drafter_forwards_per_block": "drafter forwards a block",
+    "seeds": "sample seeds",
+    "clips_per_benchmark_and_seed": "clips of a suite and seed",
+    "demo_context_tokens": "context of the demo clip",
+    "demo_ar_ms_per_token": "AR time per token, the demo clip",
+    "demo_cycle_accepted_drafts": "accepted drafts of the demo cycle",
+    "demo_cycle_committed": "tokens committed by the demo cycle",
+    "replay_speed": "speed of the replay",
+    "demo_clips": "clips of the replay",
+    "memory_bandwidth": "memory bandwidth",
+    "bfloat16_compute": "bfloat16 arithmetic",
     "paired_difference_t": "paired difference, t over seeds",
     "attention_visual": "attention of the last instruction token on the video",
     "attention_instruction": "attention of the last instruction token on the instruction",
@@ -174,6 +204,36 @@ def parse_setting(text: str) -> dict[str, str]:
     """The inverse of `setting_text`; a word without "=" is kept under its own name."""
     parts = [word.split("=", 1) for word in text.split(";") if word]
     return {part[0]: part[-1] for part in parts}
+
+
+# What a key of a `setting` cell is called, with its value before or after it.
+SETTING_NAMES: Mapping[str, str] = {
+    "visual_tokens": "{} visual tokens",
+    "clips": "{} training clips",
+    "steps": "{} steps",
+    "rounds": "{} drafter forwards",
+    "revealed": "{} slots revealed",
+    "context": "context {}",
+    "split": "split {}",
+    "variant": "{}",
+    "target": "{}",
+    "note": "{}",
+    "input": "{}",
+    "mtp": "MTP {}",
+    "ivsb": "IVSB {}",
+    "vata": "VATA {}",
+}
+
+
+def setting_words(text: str) -> str:
+    """A `setting` cell as a reader sees it: "150 training clips, 1,100 steps"."""
+    words = []
+    for key, value in parse_setting(text).items():
+        key, value = key.strip(), value.strip()
+        number = f"{int(value):,}" if value.isdigit() and value != key else value
+        plain = value if value == key else f"{key} {number}"
+        words.append(SETTING_NAMES.get(key, plain.replace("{", "{{")).format(number))
+    return ", ".join(words)
 
 
 def round_number(value: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from vflash_analysis.results.curves import TRAINING_SLOTS
 from vflash_analysis.results.objectives import FLOW_ARM
 from vflash_analysis.results.style import (
     FAINT,
+    TEXT_WIDTH,
     Drawn,
     arm_handles,
     colour,
@@ -48,8 +50,9 @@ def _label_ends(axis: Axes, ends: dict[str, tuple[float, float]], gap: float, ri
             [x, right], [y, height], color=colour(arm), linewidth=0.6, clip_on=False, alpha=0.6
         )
         axis.annotate(
-            label(arm), (right, height), xytext=(3, 0), textcoords="offset points",
-            color=colour(arm), fontsize=8, fontweight="bold", va="center", annotation_clip=False,
+            textwrap.fill(label(arm), 18), (right, height), xytext=(3, 0), textcoords="offset points",
+            color=colour(arm), fontsize=6.8, fontweight="bold", va="center", linespacing=1.0,
+            annotation_clip=False,
         )  # fmt: skip
 
 
@@ -70,13 +73,13 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     frame = checked(frame)
     keyed = _with_keys(frame, "step", "slot")
     shown = in_order(frame["objective"], ARM_ORDER) if arms is None else list(arms)
-    figure, axes = new_figure(11, 6.7, 2, 3, sharex=True)
+    figure, axes = new_figure(TEXT_WIDTH, 4.7, 2, 3, sharex=True)
     panels = [("loss_mask", "", "loss from all masks (nats)")]
     panels += [("slot_accuracy", str(slot), f"accuracy at slot {slot}") for slot in TRAINING_SLOTS]
     for axis, (quantity, slot, words) in zip(axes.flat, panels, strict=True):
         rows = keyed.loc[(keyed["quantity"] == quantity) & (keyed["slot"] == slot)]
         for arm in shown:
-            _draw_steps(axis, rows.loc[rows["objective"] == arm], colour(arm))
+            _draw_steps(axis, rows.loc[rows["objective"] == arm], arm)
         if rows.empty:
             no_data(axis)
         axis.set_title(words)
@@ -86,22 +89,28 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
         axis.set_xlabel("training step")
     bands = "; bands: smallest and largest seed" if (frame["n"] > 1).any() else ""
     caption = (
+        "An arm differs where its line leaves the others' bands. The learning rate decays to the "
+        "end, so a longer schedule is another run (F_objectives). "
         f"Trained on {devices_text(frame)}. "
         f"Lines: mean over training seeds (n = {span_text(frame['n'])}){bands}. The data size and "
         "budget of the drafters that decode, all scored from the all-mask state, the one that is "
         "deployed."
     )
-    handles = arm_handles(shown, set(frame["objective"]), markers=False)
+    handles = arm_handles(shown, set(frame["objective"]))
     finish(figure, "Training: loss and accuracy by slot", caption, handles, max(1, len(shown)))
     return figure, frame
 
 
-def _draw_steps(axis: Axes, rows: pd.DataFrame, tone: str) -> None:
+def _draw_steps(axis: Axes, rows: pd.DataFrame, arm: str) -> None:
+    """An arm's line and band, with some six of its marks."""
+    tone = colour(arm)
     rows = rows.assign(x=rows["step"].astype(int)).sort_values("x")
     x, value, low, high = (rows[n].to_numpy(dtype=float) for n in ("x", "value", "low", "high"))
     axis.fill_between(x, low, high, color=tone, alpha=0.14, linewidth=0)
-    # a single logged step is a point; a line of one point would not show
-    axis.plot(x, value, color=tone, linewidth=1.5, marker="" if len(x) > 1 else "o")
+    every = max(1, len(x) // 6)
+    axis.plot(
+        x, value, color=tone, linewidth=1.1, marker=marker(arm), markersize=3, markevery=every
+    )
 
 
 # ---- T3's figure ------------------------------------------------------------------------------
@@ -142,9 +151,8 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     ] or [(_LENGTHS[0][0], "", "", _LENGTHS[0][1])]
     sizes = sorted(set(lengths["clips"]), key=int) or [""]
     figure, axes = new_figure(
-        3.0 + 3.6 * len(sizes), 1.4 + 2.9 * len(lines), len(lines), len(sizes), sharex=True,
-        sharey="row",
-    )  # fmt: skip
+        TEXT_WIDTH, 1.1 + 2.0 * len(lines), len(lines), len(sizes), sharex=True, sharey="row"
+    )
     for line, (quantity, device, split, words) in enumerate(lines):
         row = lengths.loc[
             (lengths["quantity"] == quantity)
@@ -160,11 +168,11 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
             all_ends.append(_draw_compute_lines(axis, rows, compute, level, arms, mixed))
         for axis, ends in zip(axes[line], all_ends, strict=True):
             if not ends:
-                no_data(axis)
+                no_data(axis, _why_empty(quantity, row, sizes))
         if all_ends[-1]:
             low, high = axes[line, -1].get_ylim()
             right = 1.12 * axes[line, -1].get_xlim()[1]
-            _label_ends(axes[line, -1], all_ends[-1], 0.075 * (high - low), right)
+            _label_ends(axes[line, -1], all_ends[-1], 0.115 * (high - low), right)
         axes[line, 0].set_ylabel(words + (f", {split}" if split else ""))
     for axis, size in zip(axes[0], sizes, strict=True):
         axis.set_title(f"{size} training clips" if size else "no training data")
@@ -172,6 +180,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
         axis.set_xlabel("training compute (forward-equivalents)")
     absent = [label(arm) for arm in arms if arm not in set(lengths["objective"])]
     caption = (
+        "Higher at the same compute is better. "
         f"Error bars: 95 % bootstrap over training seeds ({_seeds_text(frame, wanted)} a point) and "
         f"videos (n = {span_text(lengths['n'])} anchors or decodes). Each point is its own full "
         f"schedule; arms of equal compute stand slightly apart. Decoded on {devices_text(lengths)}."
@@ -182,6 +191,14 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     finish(figure, "Training objectives against compute", caption)
     drawn = keyed.index[keyed["quantity"] == "forward_equivalents"]
     return figure, frame.loc[lengths.index.union(levels.index).union(drawn)]
+
+
+def _why_empty(quantity: str, rows: pd.DataFrame, sizes: Sequence[str]) -> str:
+    """What an empty panel says: suites are decoded with the drafters of some data sizes only."""
+    others = [size for size in sizes if size in set(rows["clips"])]
+    if quantity != "accepted_length" or not others:
+        return "no data"
+    return f"not decoded: the suites are\ndecoded with drafters of\n{' and '.join(others)} clips"
 
 
 def _seeds_text(frame: pd.DataFrame, quantities: Sequence[str]) -> str:

@@ -56,6 +56,8 @@ def value_text(value: float, unit: str) -> str:
         return f"{value:,.0f}"
     if unit == "B":
         return f"{value / 1e6:,.1f} MB"
+    if unit == "%":
+        return f"{value:.0f} %"
     if unit == "logits":
         return f"{value:.2g}"
     return f"{value:.2f}"

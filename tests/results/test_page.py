@@ -1,0 +1,120 @@
+"""The HTML page of a place: whole, well formed, escaped, the same twice, and readable in a browser."""
+
+import dataclasses
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+
+from tests.browser import needs_chromium, visit
+from tests.results.synthetic import generation_row, records_of
+from vflash_analysis.results import page, report
+from vflash_analysis.results.page import Facts, failed_decodes, report_page
+from vflash_analysis.results.write import Section, Table
+
+VOID = {"meta", "img", "br", "link"}
+TITLE = 'A run <of> "two" & more'
+
+
+class Reader(HTMLParser):
+    """Checks the nesting; keeps ids, links, sources and texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.images: list[dict] = []
+        self.tags: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags.append(tag)
+        self.ids += [found["id"]] if "id" in found else []
+        self.links += [found[key] for key in ("href", "src") if key in found]
+        self.images += [found] if tag == "img" else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """One table with a cell to be escaped, and the one figure that is drawn quickest."""
+    rows = (("a <b> & c", "1.00"), ("d", "x" * 80))
+    table = Table("T0_own", "T0 Own", "Caption <i>.", pd.DataFrame(),
+                  (Section("part & parcel", ("name", "value"), rows),))  # fmt: skip
+    one = {"F5_training": report.FIGURE_OF_FRAME["F5_training"]}
+    for module in (page, report):
+        monkeypatch.setattr(module, "TABLES", {"T0_own": lambda records, boot: table})
+        monkeypatch.setattr(module, "FIGURE_OF_TABLE", {})
+        monkeypatch.setattr(module, "FIGURE_OF_FRAME", one)
+
+
+@pytest.fixture
+def facts():
+    return Facts(
+        TITLE,
+        machine=pd.DataFrame([("git commit", "abc", 3)], columns=["fact", "value", "shards"]),
+        bad_clips=pd.DataFrame([("clip-7", "bad", "not_video", "no <stream>")],
+                               columns=["clip_id", "status", "reason", "message"]),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def lacking(records):
+    """A run whose decodes failed once, that lacks one shard and reused another."""
+    failed = generation_row("chain", "VDC-x", "VDC", status="failed", reason="damaged <file>")
+    generations = pd.concat(
+        [records.generations, records_of(pd.DataFrame([failed])).generations], ignore_index=True
+    )
+    return dataclasses.replace(
+        records, generations=generations, lacking=("decode-LVB-2",), stale=("decode-VDC-0",)
+    )
+
+
+@pytest.mark.usefixtures("small")
+def test_the_page_is_whole_escaped_and_asks_for_nothing(lacking, facts, boot):
+    text = report_page(lacking, facts, boot)
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == [] and len(set(reader.ids)) == len(reader.ids)
+    inside = [link[1:] for link in reader.links if link.startswith("#")]
+    assert {"t0-own", "f5-training", "coverage"} <= set(inside) <= set(reader.ids)
+    assert all(link.startswith(("#", "data:image/")) for link in reader.links)
+    assert "http" not in text and "<script" not in text
+    for words in (TITLE, "a <b> & c", "part & parcel", "Caption <i>.", "no <stream>", "clip-7",
+                  "damaged <file>", "git commit"):  # fmt: skip
+        assert words in reader.text
+    assert "Not in it, as not done: decode-LVB-2." in reader.text
+    assert "have changed: decode-VDC-0." in reader.text
+    (image,) = reader.images
+    assert image["alt"].startswith("Training: loss and accuracy by slot. ")
+    assert text == report_page(lacking, facts, boot)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_page_without_facts_says_so(records, boot):
+    text = report_page(records, Facts("Nothing"), boot)
+    for told in ("No manifest was found.", "No clip was bad or flagged.", "No decode failed."):
+        assert f"<p>{told}</p>" in text
+
+
+def test_failed_decodes_are_counted_by_reason(lacking):
+    assert failed_decodes(lacking).to_numpy().tolist() == [["VDC", "chain", "damaged <file>", 1]]
+
+
+@needs_chromium
+@pytest.mark.usefixtures("small")
+def test_a_browser_shows_it_without_a_message_or_a_request(records, facts, boot, tmp_path):
+    path = tmp_path / "report.html"
+    path.write_text(report_page(records, facts, boot), encoding="utf-8")
+    seen = visit(path)
+    assert seen.errors == [] and seen.requests == []
+    assert len(seen.texts("caption")) == 2
