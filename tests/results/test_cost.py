@@ -73,7 +73,10 @@ def test_break_even_and_speed_up_by_hand():
     assert {"pocket", "llava-onevision-7b"} == set(predicted["shape"])
     (profile,) = set(records.generations["profile"])
     assert {parse_setting(text)["tau_of"] for text in predicted["setting"]} == {profile}
-    assert f"at the decoded length (chain {tau:.2f}, {profile})" in cost_table(records).caption
+    assert (
+        f"at the decoded length (chain {tau:.2f}, {profile}; suites pooled"
+        in cost_table(records).caption
+    )
 
 
 def test_times_limits_and_memory_of_a_forward():
