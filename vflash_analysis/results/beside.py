@@ -9,6 +9,8 @@ from typing import Any
 import pandas as pd
 
 from vflash_analysis.results import published
+from vflash_analysis.results.design import share_rows
+from vflash_analysis.results.lengths import length_rows
 from vflash_analysis.results.objectives import FLOW_ARM
 from vflash_analysis.results.sources import Records
 from vflash_analysis.results.tables import is_comparable, lossless_table, speedup_rows
@@ -20,6 +22,7 @@ from vflash_analysis.results.tidy import (
     Origin,
     checked,
     label,
+    parse_setting,
     setting_words,
     tidy,
 )
@@ -37,14 +40,20 @@ class Link:
     """Which of our rows stand beside published ones: a row here for every such quantity.
 
     Attributes:
-        source, quantity, setting: of the published rows, as `published` gives them.
+        source, quantity, setting: of the published rows, as `published` gives them; any setting
+            without one.
         ours: keys of our rows and their values; SAME takes the published row's value.
     """
 
     source: str
     quantity: str
     ours: dict[str, str]
-    setting: str = ""
+    setting: str | None = None
+
+    def fits(self, row: pd.Series) -> bool:
+        """Whether a published row is one of these."""
+        same = (self.source, self.quantity) == (row["source"], row["quantity"])
+        return same and self.setting in (None, row["setting"])
 
 
 LINKS = (
@@ -67,7 +76,20 @@ LINKS = (
     ),
     Link(published.PAGE, "clips_per_benchmark_and_seed", {"quantity": SAME}),
     Link(published.PAGE, "seeds", {"quantity": SAME}),
+    *(
+        Link(f"sparrow table {number}", "accepted_length", {"quantity": SAME, "setting": SAME})
+        for number in (1, 7)
+    ),
+    *(
+        Link("sparrow table 4", quantity, {"quantity": SAME, "setting": SAME})
+        for quantity in ("accepted_length", "decode_speedup")
+    ),
+    *(
+        Link("sparrow table 5", quantity, {"quantity": SAME, "setting": SAME})
+        for quantity in published.BREAKDOWN
+    ),
 )
+NEAR = 0.1  # share by which our visual tokens may differ from printed ones and stand beside them
 _SECTIONS = (  # title, sources of its rows
     ("speed-up on LLaVA-OneVision-7B, and the page's protocol", (published.PAGE,)),
     ("other targets", published.HEADLINE_SOURCES),
@@ -99,7 +121,32 @@ def _our_rows(records: Records, boot: Bootstrap) -> list[Row]:
     ours += [
         {str(k): v for k, v in row.items()} for row in kept.assign(item=ITEM).to_dict("records")
     ]
-    return ours + _protocol_rows(records)
+    return [*ours, *_protocol_rows(records), *_sparrows_rows(records, boot)]
+
+
+def _sparrows_rows(records: Records, boot: Bootstrap) -> list[Row]:
+    """Ours beside SPARROW's tables, under the settings of these: T6's means, T5's near lengths."""
+    shares = [
+        row
+        for row in share_rows(ITEM, records, boot)
+        if (row["quantity"], row["benchmark"]) == ("accepted_length", "macro")
+    ]
+    printed = published.length_rows(ITEM)
+    found: dict[tuple[str, str], Row] = {}
+    for row in length_rows(records, boot):
+        key = parse_setting(row["setting"])
+        if row["method"] != "tree60" or "visual_tokens" not in key or "context" in key:
+            continue
+        for other in printed:
+            theirs = parse_setting(other["setting"])
+            if theirs.get("variant", "Sparrow") != "Sparrow":
+                continue  # the best of SPARROW's table 4
+            apart = int(key["visual_tokens"]) / int(theirs["visual_tokens"]) - 1
+            if row["quantity"] == other["quantity"] and abs(apart) <= NEAR:
+                found[row["quantity"], other["setting"]] = row | {
+                    "item": ITEM, "setting": other["setting"],
+                }  # fmt: skip
+    return [*shares, *found.values()]
 
 
 def _protocol_rows(records: Records) -> list[Row]:
@@ -119,9 +166,7 @@ def _protocol_rows(records: Records) -> list[Row]:
 def _beside(row: pd.Series, ours: pd.DataFrame) -> pd.DataFrame:
     """Our rows that stand beside a published one: one for each of our machines, or none."""
     for link in LINKS:
-        if (link.source, link.quantity, link.setting) == tuple(
-            row[["source", "quantity", "setting"]]
-        ):
+        if link.fits(row):
             found = ours.loc[ours["status"] != MISSING]
             for key, value in link.ours.items():
                 found = found.loc[found[key] == (row[key] if value == SAME else value)]
@@ -150,7 +195,7 @@ def _why(row: pd.Series, ours: pd.DataFrame) -> str:
         if row["status"] == COMPARABLE:
             return "The same target on the same hardware."
         return "Ours is another target, machine or size of run."
-    if any((link.source, link.quantity) == (row["source"], row["quantity"]) for link in LINKS):
+    if any(link.fits(row) for link in LINKS):
         if row["method"] in ("", "ar", *VFLASH_METHODS):
             return "Nothing of ours was decoded for it."
         return "Its method is not run here."
@@ -221,7 +266,8 @@ def _section(
             gap = NO_VALUE
             if our is not None and row["value":"high"].notna().any():
                 found = _difference(our, row)
-                setting = f"of={row['quantity']};minus={row['source']}"
+                of = f"of={row['quantity']};minus={row['source']}"
+                setting = ";".join(filter(None, (of, row["setting"])))
                 place = Origin(ITEM, str(our["device"]), status, str(our["source"]))
                 one = place.row(
                     "difference", found, row["unit"], benchmark=row["benchmark"],

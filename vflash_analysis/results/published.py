@@ -272,6 +272,8 @@ def headline_rows(item: str) -> list[dict[str, Any]]:
 
 
 _TABLE5_NAMES = {"wall": "wall_s", "decode": "decode_s", "prefill": "prefill_s"}
+# The quantities of SPARROW's table 5, as tidy rows name them.
+BREAKDOWN = ("accepted_length", "generated_tokens", "target_calls", *_TABLE5_NAMES.values())
 
 
 def length_rows(item: str) -> list[dict[str, Any]]:
