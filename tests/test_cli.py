@@ -471,7 +471,7 @@ def test_figures_and_tables_name_what_they_lack_and_what_they_reused(
 ):
     def shard(name, output="generations.parquet", done=True, stale=False):
         told = {"outputs": (output,), "done": done, "stale": stale, "folder": synthetic}
-        return SimpleNamespace(name=name, **told)
+        return SimpleNamespace(name=name, stage=name.partition("-")[0], **told)
 
     shards = [shard("clips", "clips.csv", done=False), shard("decode-VDC-0", stale=True)]
     shards += [shard(f"decode-VDC-{seed}", done=False) for seed in range(1, 5)]

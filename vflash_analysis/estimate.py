@@ -365,14 +365,14 @@ def describe(
         hours = sum(one.gpu_hours for one in estimated)
         name = shapes.shape_name(target, "the target's own shape")
         notes.append(f"{hours:,.0f} GPU hours in all, for {name}")
-        if studies:
-            notes.append(
-                "of the studies the drafters of design.variants are in it; the decodes of both, and "
-                "the texts and the drafter of lengths, are not"
-            )
         notes.append(
             f"hours on one {gpu.name}, estimated: a step reads at {BANDWIDTH_SHARE:.0%} of its "
             f"bandwidth, the rest computes at {COMPUTE_SHARE:.0%} of its peak; prompts of "
             f"{own.prompt_tokens:,} tokens; no method faster than autoregressive decoding"
+        )
+    if studies:
+        notes.append(
+            "of the studies the drafters of design.variants are counted; the decodes of both, and "
+            "the texts and the drafter of lengths, are not"
         )
     return {"stages": stages, "memory_bytes": parts, "gpu": gpu.name, "notes": notes}
