@@ -254,7 +254,7 @@ def test_stale_results_are_reused_only_when_asked_and_marked(runs, monkeypatch):
     old = next(s for s in stages.plan("smoke") if s.stage == "clips")
     finish(old.folder, old.outputs, parameters_id=old.parameters_id)
     really = identity.code_digest
-    monkeypatch.setattr(identity, "code_digest", lambda notebook: "changed" + really(notebook))
+    monkeypatch.setattr(identity, "code_digest", lambda *asked: "changed" + really(*asked))
     fresh = next(s for s in stages.plan("smoke") if s.stage == "clips")
     assert fresh.run_id != old.run_id and not fresh.done and not fresh.stale
     kept = stages.plan("smoke", keep_stale=True)
@@ -274,7 +274,7 @@ def test_stale_results_of_other_parameters_upstream_are_not_reused(runs, monkeyp
         return next(s for s in shards if s.stage == "speedup")
 
     really = identity.code_digest
-    monkeypatch.setattr(identity, "code_digest", lambda notebook: "changed" + really(notebook))
+    monkeypatch.setattr(identity, "code_digest", lambda *asked: "changed" + really(*asked))
     assert speedup().stale  # only code has changed
     assert not speedup(**{"decode.tree_nodes": 30}).stale  # decoded otherwise
     assert not speedup(**{"training.learning_rate": 0.5}).stale  # two stages up

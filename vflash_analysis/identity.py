@@ -104,15 +104,19 @@ def code_cells(notebook: Path) -> list[dict[str, Any]]:
     ]
 
 
-def code_digest(notebook: Path) -> str:
+def code_digest(notebook: Path, leaves_out: str = "") -> str:
     """SHA-256 of a stage's code (see `code_parts`)."""
-    return sha256_of_json(code_parts(notebook))
+    return sha256_of_json(code_parts(notebook, leaves_out))
 
 
-def code_parts(notebook: Path) -> dict[str, str]:
+def code_parts(notebook: Path, leaves_out: str = "") -> dict[str, str]:
     """Digests of a stage's code: of its cells, and by name of every module that they reach.
 
     The `parameters` cell is left out (parameters are hashed by value), and so is orchestration.
+
+    Args:
+        notebook: the stage's.
+        leaves_out: a package whose modules the results do not depend on, "" for none.
     """
     cells = [cell["text"] for cell in code_cells(notebook) if "parameters" not in cell["tags"]]
     tree = _parse("\n".join(cells), notebook)
@@ -123,7 +127,8 @@ def code_parts(notebook: Path) -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         file = module_file(name)
-        if file is None or name in digests:
+        left_out = leaves_out and f"{name}.".startswith(f"{leaves_out}.")
+        if file is None or name in digests or left_out:
             continue
         status = file.stat()
         digests[name], imports = _module_facts(file, status.st_mtime_ns, status.st_size)

@@ -113,6 +113,11 @@ class OpenStage:
         """
         return None if self.tracked else [self.folder, *(shard.folder for shard in self.beside)]
 
+    def beside_folder(self, stage: str) -> Path | None:
+        """The folder of a stage of `beside` that has one shard; None where it is not done."""
+        found = [shard.folder for shard in self.beside if shard.stage == stage]
+        return found[0] if found else None
+
     def finish(self, planned: int = 1, done: int = 1, **facts: Any) -> pd.DataFrame:
         """Write the manifest, then `DONE`; and show what the stage left.
 
@@ -220,7 +225,7 @@ def _on_tracked_records(shard: Shard) -> Shard:
     kept = {name: value for name, value in shard.inputs.items() if name == "published"}
     inputs = kept | {"tracked": digests.of(paths.TRACKED_RECORDS)}
     digests.save()
-    code = identity.code_digest(shard.notebook)
+    code = STAGES[shard.stage].code_digest()
     own_id = identity.run_id(shard.stage, {"asked": shard.parameters_id}, code, inputs)
     values = {"run_id": own_id, "folder": shard.folder.parent / own_id, "inputs": inputs}
     return Shard(**{**shard.__dict__, **values})

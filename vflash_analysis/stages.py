@@ -45,6 +45,12 @@ class Stage:
     falls_back: bool = False
     beside: tuple[str, ...] = ()
 
+    def code_digest(self) -> str:
+        """Of the code that its results depend on: records do not on how a page shows them."""
+        records_only = all(name.endswith(".parquet") for name in self.outputs)
+        leaves_out = "vflash_analysis.results" if records_only else ""
+        return identity.code_digest(paths.NOTEBOOKS / self.notebook, leaves_out)
+
 
 # The types of what stages take beyond `profile` and `overrides`.
 _SEED = Annotated[int, Bounds(0, 2**63 - 1)]
@@ -136,6 +142,31 @@ STAGES = {
             takes=("benchmark", "sample_seed"),
         ),
         Stage(
+            "speedup",
+            "60_compare_speedup.ipynb",
+            ("bootstrap_samples",),
+            ("decode",),
+            ("T1_speedup.csv", "F1_speedup.csv", "T4_lossless.csv"),
+            falls_back=True,
+        ),
+        Stage(
+            "acceptance",
+            "61_compare_acceptance.ipynb",
+            ("bootstrap_samples",),
+            ("decode", "drafter"),
+            ("T2_accepted_length.csv", "F4_acceptance_by_position.csv", "difficulty.csv"),
+            falls_back=True,
+        ),
+        Stage(
+            "ablations",
+            "62_compare_objectives.ipynb",
+            ("bootstrap_samples",),
+            ("drafter", "decode"),
+            ("T3_objectives.csv", "F_objectives.csv", "F5_training.csv"),
+            takes=("ablation",),
+            falls_back=True,
+        ),
+        Stage(
             "lengths",
             "63_compare_visual_length.ipynb",
             (
@@ -153,18 +184,12 @@ STAGES = {
             falls_back=True,
         ),
         Stage(
-            "design",
-            "71_compare_design_choices.ipynb",
-            (
-                *_TARGET,
-                *_READING,
-                "decode",
-                "design.clips_per_suite",
-                "design.methods",
-                "clips.on_bad_clip",
-            ),
-            ("clips", "target", "drafter"),
-            ("generations.parquet", "cycles.parquet", "anchors.parquet", "training.parquet"),
+            "cycle",
+            "64_show_cycle_and_replay.ipynb",
+            (),
+            ("decode",),
+            ("F2_cycle.csv", "F3_replay.html", "F3_replay.gif"),
+            by_hand=("clip_id", "method", "cycle"),
             falls_back=True,
         ),
         Stage(
@@ -193,39 +218,21 @@ STAGES = {
             ("clips", "target"),
             ("measures.parquet",),
             falls_back=True,
+            beside=("design",),
         ),
         Stage(
-            "speedup",
-            "60_compare_speedup.ipynb",
-            ("bootstrap_samples",),
-            ("decode",),
-            ("T1_speedup.csv", "F1_speedup.csv", "T4_lossless.csv"),
-            falls_back=True,
-        ),
-        Stage(
-            "acceptance",
-            "61_compare_acceptance.ipynb",
-            ("bootstrap_samples",),
-            ("decode", "drafter"),
-            ("T2_accepted_length.csv", "F4_acceptance_by_position.csv", "difficulty.csv"),
-            falls_back=True,
-        ),
-        Stage(
-            "ablations",
-            "62_compare_objectives.ipynb",
-            ("bootstrap_samples",),
-            ("drafter", "decode"),
-            ("T3_objectives.csv", "F_objectives.csv", "F5_training.csv"),
-            takes=("ablation",),
-            falls_back=True,
-        ),
-        Stage(
-            "cycle",
-            "64_show_cycle_and_replay.ipynb",
-            (),
-            ("decode",),
-            ("F2_cycle.csv", "F3_replay.html", "F3_replay.gif"),
-            by_hand=("clip_id", "method", "cycle"),
+            "design",
+            "71_compare_design_choices.ipynb",
+            (
+                *_TARGET,
+                *_READING,
+                "decode",
+                "design.clips_per_suite",
+                "design.methods",
+                "clips.on_bad_clip",
+            ),
+            ("clips", "target", "drafter"),
+            ("generations.parquet", "cycles.parquet", "anchors.parquet", "training.parquet"),
             falls_back=True,
         ),
         Stage(
@@ -466,7 +473,7 @@ def plan(
         stage = STAGES[stage_name]
         notebook = paths.NOTEBOOKS / stage.notebook
         if stage_name not in codes:
-            codes[stage_name] = identity.code_digest(notebook)
+            codes[stage_name] = stage.code_digest()
         needed = _needed(profile, stage, shards)
         inputs = identity.digests_of(input_files(profile, stage), digests)
         inputs |= {shard.name: shard.run_id for shard in needed}

@@ -11,6 +11,7 @@ from matplotlib.patches import Patch
 from vflash_analysis.results.style import (
     INK,
     QUIET,
+    TEXT_WIDTH,
     Drawn,
     colour,
     devices_text,
@@ -94,7 +95,7 @@ def _draw_published(axis: Axes, paper: pd.DataFrame, quantity: str) -> None:
         x, y = own["tokens"].to_numpy(dtype=float), own["value"].to_numpy(dtype=float)
         axis.plot(x, y, color="#9a9a9a", linestyle=line, linewidth=1.2, zorder=1)
         axis.annotate(
-            variant, (x[-1], y[-1]), xytext=(4, 0), textcoords="offset points", fontsize=8.5,
+            variant, (x[-1], y[-1]), xytext=(4, 0), textcoords="offset points", fontsize=7,
             color=QUIET, va="center", annotation_clip=False,
         )  # fmt: skip
 
@@ -144,7 +145,7 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
     rows = _keyed(frame)
     paper = rows.loc[rows["status"] == PUBLISHED_ONLY]
     ours = rows.loc[(rows["status"] != PUBLISHED_ONLY) & (rows["status"] != MISSING)]
-    figure, axes = new_figure(9, 7.6, 2, 2)
+    figure, axes = new_figure(TEXT_WIDTH, 6.6, 2, 2)
     length, speed, seconds, gates = axes.flatten()
     for axis, quantity, words in (
         (length, "accepted_length", "accepted length τ (tokens)"),
@@ -160,7 +161,7 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
         last = whole.sort_values("tokens").iloc[-1]
         speed.annotate(
             "Tree-60, end to end", (last["tokens"], last["value"]), xytext=(4, 0), va="center",
-            textcoords="offset points", fontsize=8.5, annotation_clip=False,
+            textcoords="offset points", fontsize=7, annotation_clip=False,
         )  # fmt: skip
     speed.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
     _draw_seconds(seconds, ours)
