@@ -162,3 +162,10 @@ def test_attribute_matches_counts_missing_and_surplus_words():
     assert found["shape"] == (1, 2)
     assert found["direction"] == (0, 1)
     assert found["floor"] == (0, 0)
+
+
+def test_accuracy_counts_sum_attributes_apart_from_motion_and_events():
+    found = wording.accuracy_counts(
+        "A small red circle rolls upwards.", "A small blue circle rolls upwards, late."
+    )
+    assert found == {"static_accuracy": (2, 3), "dynamic_accuracy": (1, 2)}

@@ -31,6 +31,7 @@ LEXICON = {  # kind of attribute -> the words that state it
 }
 STATIC_KINDS = ("number", "floor", "size", "colour", "shape", "place")
 DYNAMIC_KINDS = ("direction", "event")
+ACCURACIES = {"static_accuracy": STATIC_KINDS, "dynamic_accuracy": DYNAMIC_KINDS}
 
 QUESTIONS = {
     "VDC": ("Describe the clip in detail.",),
@@ -71,6 +72,20 @@ def attribute_matches(text: str, reference: str) -> dict[str, tuple[int, int]]:
         matches = sum(a == b for a, b in zip(ours, theirs, strict=False))
         result[kind] = (matches, max(len(ours), len(theirs)))
     return result
+
+
+def accuracy_counts(text: str, reference: str) -> dict[str, tuple[int, int]]:
+    """Words that tell attributes, and words that tell motion and events, held against a reference.
+
+    Returns:
+        each name of ACCURACIES -> (right, words), both summed over its kinds as
+        `attribute_matches` counts them.
+    """
+    matches = attribute_matches(text, reference)
+    return {
+        quantity: (sum(matches[k][0] for k in kinds), sum(matches[k][1] for k in kinds))
+        for quantity, kinds in ACCURACIES.items()
+    }
 
 
 def _noun(shape: Shape) -> str:

@@ -34,7 +34,7 @@ import torch
 from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import open_reader, suite_list
-from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
+from vflash_analysis.clips.wording import accuracy_counts
 from vflash_analysis.config import LayerSettings, Profile
 from vflash_analysis.decoding.clip import Row, ShardFacts, reason_of
 from vflash_analysis.decoding.loop import decode
@@ -58,7 +58,6 @@ from vflash_analysis.training.pipeline import open_target
 from vflash_analysis.training.progress import Progress
 
 Place = tuple[str, int, float, float]  # quantity, layer, total, count
-ACCURACIES = {"static_accuracy": STATIC_KINDS, "dynamic_accuracy": DYNAMIC_KINDS}
 
 
 def measure_layers(
@@ -206,12 +205,8 @@ def _accuracies(target: Target, clip: Clip, token_ids: Sequence[int], layer: int
     if clip.facts is None or clip.reference is None:
         return []
     text = target.tokenizer.decode(token_ids, skip_special_tokens=True)
-    matches = attribute_matches(text, clip.reference)
-    found = []
-    for quantity, kinds in ACCURACIES.items():
-        right, words = (sum(matches[kind][i] for kind in kinds) for i in (0, 1))
-        found.append((quantity, layer, float(right), float(words)))
-    return found
+    counts = accuracy_counts(text, clip.reference)
+    return [(name, layer, float(right), float(words)) for name, (right, words) in counts.items()]
 
 
 def _shared(target: Target, clip: Clip, facts: ShardFacts) -> Row:

@@ -21,7 +21,7 @@ from vflash_analysis import config
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import open_reader, read_list, suite_list
-from vflash_analysis.clips.wording import DYNAMIC_KINDS, STATIC_KINDS, attribute_matches
+from vflash_analysis.clips.wording import accuracy_counts
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
 from vflash_analysis.decoding.shard import decode_shard
@@ -195,13 +195,9 @@ def score(study: Study, run_id: str) -> None:
     for row in plain[plain["repeat"] == 0].to_dict("records"):
         if row["clip_id"] not in references:
             continue
-        matches = attribute_matches(str(row["text"]), references[row["clip_id"]])
-        for quantity, kinds in (
-            ("static_accuracy", STATIC_KINDS),
-            ("dynamic_accuracy", DYNAMIC_KINDS),
-        ):
-            right, words = (sum(matches[k][i] for k in kinds if k in matches) for i in (0, 1))
-            place = {name: row[name] for name in ("clip_id", "benchmark", "sample_seed")}
+        place = {name: row[name] for name in ("clip_id", "benchmark", "sample_seed")}
+        counts = accuracy_counts(str(row["text"]), references[row["clip_id"]])
+        for quantity, (right, words) in counts.items():
             found.append(
                 blank_row(MEASURES)
                 | shared
