@@ -209,10 +209,15 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
     ):
         axis.set_title(title)
     n = ours.loc[ours["quantity"] == "accepted_length", "n"]
+    told = (
+        f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; "
+        "error bars: 95 % bootstrap over videos. The drafter was trained on texts about clips of all "
+        "these lengths."
+    )
+    if ours.empty:
+        told = "Nothing of ours was decoded at these lengths: vflash run --all does it."
     caption = (
-        f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; error bars: "
-        "95 % bootstrap over videos. The drafter was trained on texts about clips of all these "
-        "lengths. Look at whether the accepted length holds as the prompt grows, and what becomes of "
+        f"{told} Look at whether the accepted length holds as the prompt grows, and what becomes of "
         "the speed-up once a verify of many rows and the prefill cost more. Grey: SPARROW's table "
         "4, Qwen2.5-VL-7B on an A800."
     )
