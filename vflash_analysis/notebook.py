@@ -167,13 +167,17 @@ def _files_of(folder: Path) -> list[str]:
 
 
 def outputs_of(folder: Path) -> pd.DataFrame:
-    """What a finished folder declares: file, rows (records only), bytes."""
+    """What a finished folder declares: file, rows ("" where it is not records), bytes."""
     declared = read_json(folder / records.DONE_NAME)["outputs"]
     rows = [
-        {"file": name, "rows": facts["rows"], "bytes": facts["bytes"]}
+        {
+            "file": name,
+            "rows": "" if facts["rows"] is None else facts["rows"],
+            "bytes": facts["bytes"],
+        }
         for name, facts in declared.items()
     ]
-    return pd.DataFrame(rows).astype({"rows": "Int64"})
+    return pd.DataFrame(rows)
 
 
 def _write_manifest(stage: OpenStage, planned: int, done: int, facts: Mapping[str, Any]) -> None:

@@ -136,7 +136,13 @@ def test_one_suite_alone_is_pooled_and_nothing_measured_keeps_its_places():
     for stem in ("T6_visual_share", "T7_design_choices"):
         table = make_table(stem, empty, BOOT)
         ours = table.frame.loc[table.frame["status"] != "published only"]
-        assert set(ours["status"]) == {MISSING} and len(ours) > 1 and table.sections
+        assert set(ours["status"]) == {MISSING} and len(ours) > 1
+        assert table.caption.startswith("Nothing of ours here: ")
+        assert "vflash run --all makes them." in table.caption
+    (section,) = table.sections  # T7: what there would be, on one look
+    assert [row[0] for row in section.body] == list(design._TITLES.values())
+    assert {row[1] for row in section.body} == {"–"}
+    assert "Nothing of ours" not in make_table("T7_design_choices", few, BOOT).caption
 
 
 def test_a_choice_is_named_by_what_was_changed():

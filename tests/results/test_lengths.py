@@ -150,6 +150,9 @@ def test_nothing_measured_keeps_a_labelled_place():
     table = make_table("T5_visual_length", empty, BOOT)
     mine = table.frame.loc[table.frame["status"] == MISSING]
     assert set(mine["method"]) == {"chain", "tree60"}
+    assert table.caption.startswith("Nothing of ours here: ")
     figure, _ = make_figure("F6_visual_length", empty, BOOT)
     assert [text.get_text() for axis in figure.axes for text in axis.texts].count("no data") == 2
+    told = " ".join(figure.texts[-1].get_text().split())
+    assert told.startswith("Nothing of ours was decoded at these lengths: vflash run --all")
     assert list(lengths.at_lengths(empty.study("lengths"))) == []

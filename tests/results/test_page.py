@@ -1,14 +1,17 @@
 """The HTML page of a place: whole, well formed, escaped, the same twice, and readable in a browser."""
 
+import base64
 import dataclasses
+import re
 from html.parser import HTMLParser
 
 import pandas as pd
 import pytest
+from matplotlib.lines import Line2D
 
 from tests.browser import needs_chromium, visit
 from tests.results.synthetic import generation_row, records_of
-from vflash_analysis.results import page, report
+from vflash_analysis.results import page, report, style
 from vflash_analysis.results.page import Facts, failed_decodes, report_page
 from vflash_analysis.results.write import Section, Table
 
@@ -62,6 +65,7 @@ def facts():
     return Facts(
         TITLE,
         machine=pd.DataFrame([("git commit", "abc", 3)], columns=["fact", "value", "shards"]),
+        coverage=pd.DataFrame([("clips", 1)], columns=["stage", "shards done"]),
         bad_clips=pd.DataFrame([("clip-7", "bad", "not_video", "no <stream>")],
                                columns=["clip_id", "status", "reason", "message"]),
     )  # fmt: skip
@@ -95,15 +99,47 @@ def test_the_page_is_whole_escaped_and_asks_for_nothing(lacking, facts, boot):
     assert "Not in it, as not done: decode-LVB-2." in reader.text
     assert "have changed: decode-VDC-0." in reader.text
     (image,) = reader.images
-    assert image["alt"].startswith("Training: loss and accuracy by slot. ")
+    assert image["alt"].startswith("F5 Training: loss and accuracy by slot. ")
+    assert "No run has left a summary here." in reader.text
     assert text == report_page(lacking, facts, boot)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_page_without_facts_says_so(records, boot):
     text = report_page(records, Facts("Nothing"), boot)
-    for told in ("No manifest was found.", "No clip was bad or flagged.", "No decode failed."):
+    for told in (
+        "No manifest was found.",
+        "No list of bad or flagged clips, or none on it.",
+        "No decode failed.",
+    ):
         assert f"<p>{told}</p>" in text
+
+
+def test_cells_do_not_break_within_an_interval():
+    told = page._grid(("a", "b"), [("x" * 30, "1.0 [0.5, 2.0] (3)")])
+    assert "<td>1.0 [0.5,\u00a02.0] (3)</td>" in told
+    assert f'<th scope="row" class="long">{"x" * 30}</th>' in told
+
+
+def test_a_figure_keeps_its_legend_without_title_and_caption():
+    heights = []
+    for handles in ([], [Line2D([], [], label="a line")]):
+        figure, axes = style.new_figure(3.3, 2.0, 1, 1)
+        (axis,) = axes.flatten()
+        axis.plot([0, 1])
+        style.finish(figure, "Title", "Caption.", handles)
+        kind, data = page.data_uri(figure).split(";base64,")
+        assert kind == "data:image/svg+xml"
+        found = re.search(r'height="([0-9.]+)pt"', base64.b64decode(data).decode())
+        panel = axis.get_tightbbox().height * 72 / figure.dpi
+        heights.append(float(found[1]) - panel)
+    assert heights[0] == pytest.approx(14.4, abs=0.1)  # the margin alone, 0.1 in on each side
+    assert heights[1] > heights[0] + 10
+
+
+def test_figures_stand_in_the_order_of_their_numbers():
+    stems = sorted(("F_objectives", "F10_b", "F2_c"), key=page._number)
+    assert stems == ["F2_c", "F10_b", "F_objectives"]
 
 
 def test_failed_decodes_are_counted_by_reason(lacking):

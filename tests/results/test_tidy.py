@@ -161,6 +161,9 @@ def test_a_pivot_keeps_absent_cells():
 
 def test_markdown_and_latex_escape_what_would_break_them():
     assert r"| a\|b | 1.50× | – |" in markdown(example_table())
+    assert markdown(example_table()).startswith("# T0 Test\n")
+    below = markdown(example_table(), level=3).splitlines()
+    assert [line for line in below if line[0:1] == "#"] == ["### T0 Test", "#### speed & more"]
     text = latex(example_table())
     assert r"50\% x\_1 & -- & 2.50$\times$ \\" in text
     assert r"\textbf{speed \& more}" in text

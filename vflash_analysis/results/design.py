@@ -211,14 +211,14 @@ def share_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
         title = "accepted length, minus that with all visual positions, paired by clip (tokens)"
         sections.append(pivot(paired, title, names, "benchmark", columns))
     caption = (
-        "Accepted length of the chain when the drafter reads the target's states at only a share of "
-        "the visual positions, evenly spaced, beside all text positions. In training: a drafter "
-        "trained and decoded so, one training seed each. In decoding: the drafter that was trained "
-        "on all of them. The target reads everything always. Parentheses: clips. Published: "
+        f"{records.not_measured(STUDY)} Accepted length of the chain when the drafter reads the "
+        "target's states at only a share of the visual positions, evenly spaced, beside all text "
+        "positions. In training: a drafter trained and decoded so, one training seed each. In "
+        "inference: the drafter that was trained on all of them. The target reads everything always. Parentheses: clips. Published: "
         f"SPARROW's tables 1 and 7, other targets. {boot.caption()} {where}"
     )
     title = "T6 Share of visual positions that the drafter reads"
-    return Table(item, title, caption, frame, tuple(sections))
+    return Table(item, title, caption.strip(), frame, tuple(sections))
 
 
 # ---- T7 ---------------------------------------------------------------------------------------
@@ -369,6 +369,9 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
         "accepted_length", "paired_difference", "decode_speedup", "draft_ms", "verify_ms",
         "train_s", "forward_equivalents",
     )  # fmt: skip
+    if set(frame["status"]) == {MISSING}:  # one grid that says what there would be
+        empty = tuple((_TITLES[row["choice"]], cell_text(row)) for _, row in frame.iterrows())
+        return (Section(titled(frame), ("choice", "all"), empty),)
     sections = []
     for name in _ORDER:
         own = frame.loc[frame["choice"] == name]
@@ -400,11 +403,11 @@ def design_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table
     frame = tidy(design_rows(item, records, boot))
     _, where = places(frame)
     caption = (
-        "One thing changed at a time, the same clips for all (parentheses: clips), mean over suites. "
-        "Drafters trained anew have one training seed, so a difference between two of them also "
-        f"holds the seed's; {PROFILE}: the profile's own drafter. Paired difference: accepted length "
+        f"{records.not_measured(STUDY)} One thing changed at a time, the same clips for all "
+        "(parentheses: clips), mean over suites. Drafters trained anew have one training seed, so a "
+        f"difference between two of them also holds the seed's; {PROFILE}: the profile's own drafter. Paired difference: accepted length "
         "minus the profile's own, by clip. Training time is of whatever else the machine did; "
         "compute is counted in forwards of the drafter. Recall and first choices: judged slots of "
         f"the cycles whose drafts are kept (parentheses). {boot.caption()} {where}"
     )
-    return Table(item, "T7 Design choices", caption, frame, _sections(frame))
+    return Table(item, "T7 Design choices", caption.strip(), frame, _sections(frame))

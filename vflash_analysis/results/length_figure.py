@@ -209,7 +209,7 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
     ):
         axis.set_title(title)
     n = ours.loc[ours["quantity"] == "accepted_length", "n"]
-    told = "No records of decoding by visual length here. "
+    told = "Nothing of ours was decoded at these lengths: vflash run --all does it. "
     if not ours.empty:
         told = (
             f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; "

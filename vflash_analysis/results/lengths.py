@@ -189,11 +189,12 @@ def length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table
     lettered, where = places(frame)
     limits = ", ".join(f"{label(q)} {100 * v:.0f} %" for q, v in metrics.TARGET_LIMITS.items())
     caption = (
-        "Decoding by visual tokens of the prompt; each clip is decoded at every length, by a drafter "
-        "trained on texts about clips of all these lengths. Ours: mean over suites; n: clips. "
+        f"{records.not_measured(STUDY)} Decoding by visual tokens of the prompt; each clip is "
+        "decoded at every length, by a drafter trained on texts about clips of all these lengths. "
+        "Ours: mean over suites; n: clips. "
         f"† the target fails there: one of its gates is below its limit ({limits}), so what is "
         "accepted there means little. Seconds are of a text: wall is frame reading, vision, prefill "
         "and decoding, prefill all but decoding. Published rows are SPARROW's tables 4 and 5, other "
         f"targets and hardware. {boot.caption()} {where}"
     )
-    return Table(ITEM, "T5 Decoding by visual length", caption, frame, _sections(lettered))
+    return Table(ITEM, "T5 Decoding by visual length", caption.strip(), frame, _sections(lettered))

@@ -49,18 +49,19 @@ nav ul { columns: 2; padding-left: 1.2rem; }
 table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #e3e3e3; text-align: left;
   vertical-align: top; }
-td { white-space: nowrap; }
-td.long { white-space: normal; min-width: 16rem; }
+th.long { min-width: 12rem; }
+td.long { min-width: 16rem; }
 thead th { border-bottom: 2px solid #888; }
 th:first-child { position: sticky; left: 0; background: #fff; }
 img { max-width: 100%; height: auto; }
 figure { margin: 1rem 0; }
 @media print {
   body { max-width: none; font-size: 9pt; padding: 0; }
+  .caption { font-size: 8pt; max-width: none; }
   nav { display: none; }
   .scroll { overflow: visible; }
   table { font-size: 6.5pt; }
-  td { white-space: normal; }
+  th.long, td.long { min-width: 0; }
   th:first-child { position: static; }
   h3, h4 { break-after: avoid; }
   figure, tr { break-inside: avoid; }
@@ -77,6 +78,7 @@ $body
 </body>
 </html>
 """)
+_ROW = ' scope="row"'
 _MOST_ROWS = 20  # of a frame that is shown without a click
 
 
@@ -105,16 +107,20 @@ def _anchor(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower()
 
 
+def _cell(tag: str, text: str, most: int, marks: str = "") -> str:
+    """A cell, which breaks anywhere but within brackets; above `most` characters it is long."""
+    kept = re.sub(r"\[[^\]]*\]", lambda span: span[0].replace(" ", "\u00a0"), text)
+    long = ' class="long"' if len(text) > most else ""
+    return f"<{tag}{marks}{long}>{escape(kept)}</{tag}>"
+
+
 def _grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     rows = []
     for cells in body:
         first, *rest = cells
-        told = "".join(
-            f'<td class="long">{escape(c)}</td>' if len(c) > 60 else f"<td>{escape(c)}</td>"
-            for c in rest
-        )
-        rows.append(f'<tr><th scope="row">{escape(first)}</th>{told}</tr>')
+        told = "".join(_cell("td", one, 60) for one in rest)
+        rows.append(f"<tr>{_cell('th', first, 24, _ROW)}{told}</tr>")
     return (
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n'
         + "\n".join(rows)
@@ -151,19 +157,35 @@ def _table(table: Table) -> str:
 
 
 def data_uri(figure: Figure) -> str:
-    """The figure as SVG or PNG in a data URI, whichever is shorter."""
+    """The figure without title and caption as SVG or PNG in a data URI, whichever is shorter."""
     found = []
+    for text in (figure.texts[0], figure.texts[-1]):  # the page has both as text
+        text.set_visible(False)
+    kept = [*figure.get_default_bbox_extra_artists(), *figure.legends]  # not in the layout, so cut
     with matplotlib.rc_context(style.SAVED):
         for ending, mime in (("svg", "image/svg+xml"), ("png", "image/png")):
             held = io.BytesIO()
-            figure.savefig(held, format=ending, metadata=style.METADATA[ending])
+            figure.savefig(
+                held,
+                format=ending,
+                metadata=style.METADATA[ending],
+                bbox_inches="tight",
+                bbox_extra_artists=kept,
+            )
             found.append(f"data:{mime};base64,{base64.b64encode(held.getvalue()).decode()}")
     return min(found, key=len)
 
 
+def _number(stem: str) -> int:
+    """Figures stand in the order of their numbers, the one without a number last."""
+    found = re.match(r"F(\d+)_", stem)
+    return int(found[1]) if found else 1000
+
+
 def _figure(stem: str, figure: Figure) -> tuple[str, str]:
-    """Title, and the figure with its caption as text."""
-    title = figure.texts[0].get_text()
+    """Title with the item's name, and the figure with its caption as text."""
+    item = stem if _number(stem) == 1000 else stem.split("_")[0]
+    title = f"{item} {figure.texts[0].get_text()}"
     caption = " ".join(figure.texts[-1].get_text().split())
     words = escape(f"{title}. {caption}", quote=True)
     return title, (
@@ -180,6 +202,21 @@ def failed_decodes(records: Records) -> pd.DataFrame:
     named = failed[list(keys)].fillna("").rename(columns=keys)
     counts = named.groupby(list(keys.values()), sort=True).size()
     return counts.rename("decodes").reset_index()
+
+
+def _coverage(facts: Facts) -> list[str]:
+    """What of the plan is done, what is not, and how it ended; of records without a plan a line."""
+    head = '<h2 id="coverage">Coverage</h2>'
+    if facts.coverage.empty:
+        return [head, "<p>No plan belongs to these records.</p>"]
+    return [
+        head,
+        _frame(facts.coverage, ""),
+        '<h3 id="lacking">Shards that lack or are stale</h3>',
+        _frame(facts.waiting, "None."),
+        '<h3 id="ended">How shards ended when they last ran</h3>',
+        _frame(facts.summary, "No run has left a summary here."),
+    ]
 
 
 def _summary(records: Records) -> str:
@@ -211,23 +248,19 @@ def report_page(records: Records, facts: Facts, boot: Bootstrap) -> str:
     parts = [
         '<h2 id="run">The run</h2>',
         _frame(facts.machine, "No manifest was found."),
-        '<h2 id="coverage">Coverage</h2>',
-        _frame(facts.coverage, "No plan belongs to these records."),
-        '<h3 id="lacking">Shards that lack or are stale</h3>',
-        _frame(facts.waiting, "None."),
-        '<h3 id="ended">How shards ended when they last ran</h3>',
-        _frame(facts.summary, "No run has left a summary here."),
+        *_coverage(facts),
         '<h2 id="bad">Bad clips and failed decodes</h2>',
-        _frame(facts.bad_clips, "No clip was bad or flagged."),
+        _frame(facts.bad_clips, "No list of bad or flagged clips, or none on it."),
         _frame(failed_decodes(records), "No decode failed."),
         '<h2 id="figures">Figures</h2>',
+        "<p>F3, the replay, is a page of its own: F3_replay.html, which vflash figures writes.</p>",
     ]
     entries = [("run", "The run"), ("coverage", "Coverage"), ("bad", "Bad clips")]
-    for stem in (*FIGURE_OF_TABLE, *FIGURE_OF_FRAME):
+    for stem in sorted((*FIGURE_OF_TABLE, *FIGURE_OF_FRAME), key=_number):
         table = made[FIGURE_OF_TABLE[stem][0]] if stem in FIGURE_OF_TABLE else None
         title, text = _figure(stem, make_figure(stem, records, boot, table)[0])
         parts.append(text)
-        entries.append((_anchor(stem), f"{stem.split('_')[0]} {title}"))
+        entries.append((_anchor(stem), title))
     parts.append('<h2 id="tables">Tables</h2>')
     for stem, table in made.items():
         parts.append(_table(table))

@@ -86,6 +86,14 @@ class Records:
         """Records of one of STUDIES; empty ones where it was not measured."""
         return self.studies.get(name) or records_from_frames({}, self.source, self.status)
 
+    def not_measured(self, name: str) -> str:
+        """The sentence for a caption that says what measures a study, "" where it was measured."""
+        if not self.study(name).generations.empty:
+            return ""
+        return (
+            f"Nothing of ours here: {self.source} has no such decodes; vflash run --all makes them."
+        )
+
 
 def some_names(names: Sequence[str], most: int = 3) -> str:
     """The first names of a list that may be long, and how many more there are."""

@@ -132,11 +132,17 @@ def pivot(
     return Section(title, tuple(header), tuple(body))
 
 
-def markdown(table: Table) -> str:
-    """The table as Markdown: title, caption, one grid per section."""
-    lines = [f"# {table.title}", "", table.caption, ""]
+def markdown(table: Table, level: int = 1) -> str:
+    """The table as Markdown: title, caption, one grid per section; `level` is the title's heading.
+
+    Args:
+        table: to show.
+        level: 1 for a file of its own; 3 below a section of a notebook.
+    """
+    mark = "#" * level
+    lines = [f"{mark} {table.title}", "", table.caption, ""]
     for section in table.sections:
-        lines += [f"## {section.title}", ""]
+        lines += [f"{mark}# {section.title}", ""]
         lines.append("| " + " | ".join(_in_grid(c) for c in section.header) + " |")
         lines.append("|" + " --- |" * len(section.header))
         lines += ["| " + " | ".join(_in_grid(c) for c in row) + " |" for row in section.body]
