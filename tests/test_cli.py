@@ -83,7 +83,7 @@ def test_a_failed_shard_makes_the_exit_code(runs, monkeypatch):
     assert told["shards"]["decode-VDC-0"] == "blocked" and told["shards"]["clips"] == "ok"
     assert "continuations: error: boom (notebook.ipynb)" in output
     code, output = call("status", "--profile", "smoke")
-    assert code == 1 and "4 of 12 shards done" in output
+    assert code == 1 and "5 of 14 shards done" in output
 
 
 def test_only_runs_one_stage(runs, monkeypatch):
@@ -100,7 +100,7 @@ def test_only_runs_one_drafter_that_differs_in_a_setting(runs, monkeypatch):
     assert code == 0 and last_json(output)["shards"][name] == "ok"
     assert len(list(runs.glob("smoke/drafter/*/DONE"))) == 1
     code, output = call("status", "--profile", "smoke", "--all")
-    assert code == 1 and "4 of 16 shards done" in output
+    assert code == 1 and "4 of 18 shards done" in output
     with pytest.raises(InputError, match="--only: found"):
         call("run", "--profile", "smoke", "--only", name)  # planned with the studies alone
 

@@ -104,7 +104,8 @@ def test_studies_are_tracked_in_their_own_folders_and_kept_when_not_measured(
         found.generations["clip_id"]
     )
     # the limit holds for all that is tracked then: the run's, the study's, and the kept one's
-    size = sum(path.stat().st_size for path in tracked.rglob("*.parquet"))
+    held = [path for kind in ("*.parquet", "*.jpg") for path in tracked.rglob(kind)]
+    size = sum(path.stat().st_size for path in held)
     monkeypatch.setattr(publish, "SIZE_LIMIT", size)
     publish.publish(run, compared, 20)
     monkeypatch.setattr(publish, "SIZE_LIMIT", size - 1)

@@ -21,7 +21,9 @@ from vflash_analysis.config import Profile
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import git_state, package_versions
 
-BASE = ("numpy", "pandas", "pyarrow", "scipy", "matplotlib", "seaborn", "pyyaml", "typer", "rich")
+BASE = (
+    "numpy", "pandas", "pyarrow", "scipy", "matplotlib", "pillow", "seaborn", "pyyaml", "typer", "rich",
+)  # fmt: skip
 TORCH = ("torch", "transformers", "accelerate", "safetensors", "tokenizers")
 READERS = ("decord", "eva-decord", "decord2", "av")
 NOTEBOOKS = ("papermill", "nbclient", "ipykernel", "jupyterlab", "nbstripout")

@@ -9,7 +9,7 @@ from vflash_analysis.model import watch
 from vflash_analysis.model.attention import HF_NAME
 from vflash_analysis.model.positions import (
     INSTRUCTION,
-    TEXT,
+    TEMPLATE,
     VISUAL,
     last_position,
     prompt_kinds,
@@ -61,7 +61,7 @@ def test_the_kinds_of_a_prompt():
     # <|im_start|>user <video>…\nwhat happens then ?<|im_end|><|im_start|>assistant
     assert words[:2] == ["<|im_start|>", "user"] and set(words[2:21]) == {"<video>"}
     assert words[21:] == ["what", "happens", "then", "?", "<|im_end|>", "<|im_start|>", "assistant"]
-    assert kinds.tolist() == [TEXT] * 2 + [VISUAL] * 19 + [INSTRUCTION] * 4 + [TEXT] * 3
+    assert kinds.tolist() == [TEMPLATE] * 2 + [VISUAL] * 19 + [INSTRUCTION] * 4 + [TEMPLATE] * 3
     assert last_position(kinds, INSTRUCTION) == 24 and last_position(kinds, VISUAL) == 20
 
 
@@ -69,7 +69,7 @@ def test_a_text_that_a_template_spells_too_is_still_found():
     """'user' stands in the template before the video, and in the question after it."""
     target = tiny_target(0)
     _, _, kinds = read(target, question=" user ")
-    assert kinds.tolist() == [TEXT] * 2 + [VISUAL] * 19 + [INSTRUCTION] + [TEXT] * 3
+    assert kinds.tolist() == [TEMPLATE] * 2 + [VISUAL] * 19 + [INSTRUCTION] + [TEMPLATE] * 3
 
 
 @pytest.mark.parametrize("question", ["", "  "])
@@ -113,7 +113,7 @@ def test_masses_are_the_sums_of_eager_attention_weights(attention):
     weights, _ = reference(eager, input_ids, read(eager)[1])
     assert seen.masses.shape == (4, 2, 4, 3)
     for place, row in enumerate((24, 27)):
-        for kind in (INSTRUCTION, VISUAL, TEXT):
+        for kind in (INSTRUCTION, VISUAL, TEMPLATE):
             wanted = torch.stack([w[0, :, row, kinds == kind].sum(-1) for w in weights])
             torch.testing.assert_close(seen.masses[:, place, :, kind], wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(seen.masses.sum(-1), torch.ones(4, 2, 4), rtol=0, atol=1e-5)

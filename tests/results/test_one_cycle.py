@@ -15,7 +15,7 @@ from vflash_analysis.results.one_cycle import (
     slots_of,
     unpacked,
 )
-from vflash_analysis.results.one_cycle_figure import one_cycle_figure
+from vflash_analysis.results.one_cycle_figure import boxed, one_cycle_figure
 from vflash_analysis.results.tidy import parse_setting, setting_text
 
 
@@ -120,6 +120,14 @@ def test_every_fate_has_a_mark_and_every_slot_a_mask(records, method):
     assert any("1 target forward" in text or "target forwards" in text for text in said)
     caption = figure.texts[-1].get_text().replace("\n", " ")
     assert "n = 1 cycle, no interval" in caption and "2 CPU cores, float32" in caption
+
+
+def test_a_box_holds_a_token_in_two_lines_at_most():
+    assert [boxed(text) for text in (" the", " ", "\n")] == ["the", "␣", "\\n"]
+    assert boxed("<|im_end|>") == "‹im_\nend›"
+    first, second = boxed("i" * 60).split("\n")
+    assert set(first) == {"i"} and second == "i" * (len(first) - 1) + "…"
+    assert len(boxed("m" * 60)) < len(first)  # wide letters
 
 
 def test_records_without_detail_say_so(records):

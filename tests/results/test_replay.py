@@ -10,7 +10,13 @@ from PIL import Image
 from tests.browser import needs_chromium, visit
 from vflash_analysis.errors import InputError
 from vflash_analysis.results import replay, replay_gif
-from vflash_analysis.results.replay import chosen_clips, replay_of, replay_page, showing
+from vflash_analysis.results.replay import (
+    caption,
+    chosen_clips,
+    replay_of,
+    replay_page,
+    showing,
+)
 from vflash_analysis.results.report import write_replay
 from vflash_analysis.schemas import BENCHMARKS
 
@@ -55,6 +61,13 @@ def test_the_page_holds_the_records(shown):
             assert decode["characters"] == own.characters.tolist()
             assert decode["ends_ms"] == pytest.approx(1000 * own.ends_s, abs=1e-3)
     assert data["end_ms"] == pytest.approx(1000 * max(one.decodes[0].decode_s for one in shown))
+
+
+def test_the_caption_names_profile_and_target(records):
+    assert "The pocket profile's target pocket-llava-onevision, " in caption(replay_of(records))
+    unnamed = records.generations.assign(target="target")
+    told = caption(replay_of(dataclasses.replace(records, generations=unnamed)))
+    assert "The pocket profile's target, float32, on " in told
 
 
 def test_another_token_takes_the_badge(records):

@@ -12,7 +12,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.model import inputs
 from vflash_analysis.model.frozen import Target
 
-INSTRUCTION, VISUAL, TEXT = range(3)
+INSTRUCTION, VISUAL, TEMPLATE = range(3)
 KIND_NAMES = ("instruction", "visual", "text")
 
 
@@ -20,7 +20,7 @@ def prompt_kinds(target: Target, question: str, input_ids: Tensor) -> Tensor:
     """The kind of every position of a prompt with a video.
 
     INSTRUCTION: the tokens that hold any character of the user's text. VISUAL: the video's tokens,
-    the newline token after the last frame included. TEXT: all others, which the chat template adds:
+    the newline token after the last frame included. TEMPLATE: all others, which the chat template adds:
     who speaks, what ends a turn, and the head of the answer.
 
     Args:
@@ -57,7 +57,7 @@ def prompt_kinds(target: Target, question: str, input_ids: Tensor) -> Tensor:
         raise InputError(
             f"prompt: found {len(input_ids)} tokens, {len(ids) - 1 + video_tokens} by its text"
         )
-    kinds = input_ids.new_full((len(input_ids),), TEXT)
+    kinds = input_ids.new_full((len(input_ids),), TEMPLATE)
     kinds[input_ids == target.video_token_id] = VISUAL
     for number, (first, past) in enumerate(spans):
         if first < end and past > begin:

@@ -113,7 +113,7 @@ def _draw_speedups(axis: Axes, rows: pd.DataFrame) -> None:
     words = [f"{name}: {' and '.join(values)}" for name, values in told.items()]
     axis.axhline(1, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
     axis.set_xlim(1, BLOCK_SIZE)
-    axis.set_ylim(0, 1.15 * axis.get_ylim()[1])
+    axis.set_ylim(0, 1.4 * axis.get_ylim()[1])
     names = " and ".join(label(method) for method in VFLASH_METHODS)
     axis.annotate(
         "\n".join(["breaks even (circles) at τ,", names, *words]), (0.03, 0.98),

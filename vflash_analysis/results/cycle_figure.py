@@ -37,9 +37,9 @@ _CYCLE = (
     ("other_ms", "other", "#8C8C8C"),
 )
 _CLIP = (
-    ("frame_read_ms", "frame reading", "#DDDDDD"),
-    ("vision_ms", "vision", "#A6A6A6"),
-    ("prefill_ms", "prefill", "#5E5E5E"),
+    ("frame_read_ms", "frame reading", "#E3E3E3"),
+    ("vision_ms", "vision", "#BDBDBD"),
+    ("prefill_ms", "prefill", "#8C8C8C"),
     ("decode_ms", "decode", "#0072B2"),
 )
 _SPEEDUPS = (("decode_speedup", "decode only", INK), ("end_to_end_speedup", "end to end", "white"))
@@ -76,8 +76,10 @@ def _stack(axis: Axes, x: float, rows: pd.DataFrame, predicted: bool) -> float:
         height, _, _ = _values(rows, quantity)
         if math.isnan(height):
             continue
-        look = {"facecolor": "white", "hatch": "/////"} if predicted else {"facecolor": tone}
-        axis.bar(x, height, _WIDTH, bottom=below, edgecolor=tone, linewidth=0.6, **look)  # type: ignore[arg-type]
+        look = {"facecolor": tone, "edgecolor": "white"}
+        if predicted:
+            look = {"facecolor": "white", "edgecolor": tone, "hatch": "/////"}
+        axis.bar(x, height, _WIDTH, bottom=below, linewidth=0.6, **look)  # type: ignore[arg-type]
         below += height
     return below
 
@@ -120,7 +122,8 @@ def _draw_clips(axis: Axes, rows: pd.DataFrame, bars: Sequence[Bar]) -> None:
         for quantity, _, tone in _CLIP:
             width, _, _ = _values(own, quantity)
             if not math.isnan(width):
-                axis.barh(place, width, 0.62, left=left, color=tone)
+                axis.barh(place, width, 0.62, left=left, facecolor=tone, edgecolor="white",
+                          linewidth=0.6)  # fmt: skip
                 left += width
         axis.annotate(f"{left:.0f}", (left, place), xytext=(2, 0), textcoords="offset points",
                       va="center", fontsize=6.8, fontweight="bold")  # fmt: skip

@@ -55,13 +55,14 @@ class _Bars:
     method: str
     ours: bool
     name: str
+    hatch: str = "/////"  # of a published value, told apart without colour too
 
 
 _PAPER_SERIES = (
     _Bars("specvlm_ji", False, "SpecVLM"),
-    _Bars("parallelvlm", False, "ParallelVLM"),
-    _Bars("sparrow", False, "SPARROW"),
-    _Bars("chain", False, "VFlash-FM chain, paper"),
+    _Bars("parallelvlm", False, "ParallelVLM", "\\\\\\\\\\"),
+    _Bars("sparrow", False, "SPARROW", "xxxxx"),
+    _Bars("chain", False, "VFlash-FM chain, paper", "-----"),
     _Bars("tree60", False, "VFlash-FM Tree-60, paper"),
 )
 _GROUP = 0.875  # of the place of a suite that its bars take
@@ -87,7 +88,7 @@ def _draw_bar(axis: Axes, x: float, width: float, row: pd.Series | None, bars: _
         axis.bar(x, value, width, color=tone, edgecolor=tone, linewidth=0.6)
     else:
         face = (*matplotlib.colors.to_rgb(tone), _TINT)
-        hatch = "" if row["status"] == COMPARABLE else "/////"
+        hatch = "" if row["status"] == COMPARABLE else bars.hatch
         axis.bar(x, value, width, facecolor=face, edgecolor=tone, hatch=hatch, linewidth=0.6)
     top = value
     low, high = float(row["low"]), float(row["high"])
@@ -138,7 +139,7 @@ def _bar_handles(series: Sequence[_Bars], paper: pd.DataFrame) -> list[Artist]:
             handles.append(Patch(facecolor=tone, edgecolor=tone, label=bars.name))
             continue
         statuses = set(paper.loc[paper["method"] == bars.method, "status"])
-        hatch = "" if statuses == {COMPARABLE} else "/////"
+        hatch = "" if statuses == {COMPARABLE} else bars.hatch
         face = (*matplotlib.colors.to_rgb(tone), _TINT)
         handles.append(Patch(facecolor=face, edgecolor=tone, hatch=hatch, label=bars.name))
     return handles

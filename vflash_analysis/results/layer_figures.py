@@ -24,6 +24,7 @@ from vflash_analysis.results.layers import (
 from vflash_analysis.results.style import (
     INK,
     QUIET,
+    TEXT_WIDTH,
     Drawn,
     devices_text,
     finish,
@@ -101,7 +102,7 @@ def _draw_removal(axis: Axes, frame: pd.DataFrame) -> None:
 
 
 def _finish_panel(axis: Axes, title: str, empty: bool) -> None:
-    axis.set_title(title, fontsize=9)
+    axis.set_title(title)
     axis.set_ylim(-0.02, 1.04)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     if empty:
@@ -133,16 +134,16 @@ def attention_figure(frame: pd.DataFrame) -> Drawn:
     """
     frame = checked(frame)
     devices = _devices(frame)
-    figure, axes = new_figure(9.4, 1.95 + 2.9 * len(devices), len(devices), 3, sharey=True)
+    figure, axes = new_figure(TEXT_WIDTH, 1.8 + 2.3 * len(devices), len(devices), 3, sharey=True)
     for line, device in enumerate(devices):
         rows = frame.loc[frame["device"] == device]
         for axis, (query, words) in zip(axes[line], QUERIES.items(), strict=False):
             _draw_attention(axis, rows, query)
             empty = _by_layer(rows, f"{query}{MASSES[0]}").empty
-            _finish_panel(axis, f"attention of the {words}", empty)
+            _finish_panel(axis, f"attention of the\n{words}", empty)
         _draw_removal(axes[line, 2], rows)
         empty = all(_by_layer(rows, quantity).empty for quantity in REMOVED)
-        _finish_panel(axes[line, 2], "text without the video from layer x on", empty)
+        _finish_panel(axes[line, 2], "text without the video\nfrom layer x on", empty)
         axes[line, 0].set_ylabel("share")
     names = _names(REMOVED, frame)
     handles = [_handle(_KIND_LOOKS[kind], f"on {_KIND_WORDS[kind]}") for kind in KINDS]
@@ -171,7 +172,7 @@ def similarity_figure(frame: pd.DataFrame) -> Drawn:
     """F8: how far a layer moves the states of visual and of other positions, and what stays."""
     frame = checked(frame)
     devices = _devices(frame)
-    figure, axes = new_figure(8.4, 1.75 + 2.7 * len(devices), len(devices), 2, sharey=True)
+    figure, axes = new_figure(TEXT_WIDTH, 1.4 + 2.2 * len(devices), len(devices), 2, sharey=True)
     present = set()
     for line, device in enumerate(devices):
         rows = frame.loc[frame["device"] == device]

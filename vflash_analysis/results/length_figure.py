@@ -42,6 +42,7 @@ _GATES = (  # quantity, tone, marker
     ("dynamic_accuracy", "#D55E00", "s"),
     ("ended_share", "#7570B3", "^"),
 )
+_END_TO_END = (0, (1, 1.2))
 _PARTS = (("prefill", "#8C8C8C"), ("decode", "#0072B2"))
 
 
@@ -124,11 +125,15 @@ def _draw_seconds(axis: Axes, ours: pd.DataFrame) -> None:
     axis.set_xticks(range(len(lengths)), [f"{tokens:,.0f}" for tokens in lengths])
 
 
-def _handles(paper: bool) -> list[Artist]:
+def _handles(paper: bool, whole: bool) -> list[Artist]:
     found: list[Artist] = [
         Line2D([], [], color=_tone(m, c), ls=line, marker=sign, label=words)
         for m, c, words, line, sign in _SERIES
     ]
+    if whole:
+        found.append(
+            Line2D([], [], color=INK, ls=_END_TO_END, marker="s", label="Tree-60, end to end")
+        )
     if paper:
         found.append(Line2D([], [], color="#9a9a9a", label="SPARROW's table 4"))
     found.append(
@@ -157,12 +162,7 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
         axis.set_ylim(bottom=0)
     whole = ours.loc[(ours["quantity"] == "end_to_end_speedup") & (ours["method"] == "tree60")]
     if not whole.empty:
-        _draw_line(speed, whole, INK, (0, (1, 1.2)), "s")
-        last = whole.sort_values("tokens").iloc[-1]
-        speed.annotate(
-            "Tree-60, end to end", (last["tokens"], last["value"]), xytext=(4, 0), va="center",
-            textcoords="offset points", fontsize=7, annotation_clip=False,
-        )  # fmt: skip
+        _draw_line(speed, whole, INK, _END_TO_END, "s")
     speed.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
     _draw_seconds(seconds, ours)
     seconds.set_ylabel("seconds of a text")
@@ -209,18 +209,15 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
     ):
         axis.set_title(title)
     n = ours.loc[ours["quantity"] == "accepted_length", "n"]
-    told = (
-        f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; "
-        "error bars: 95 % bootstrap over videos. The drafter was trained on texts about clips of all "
-        "these lengths."
-    )
-    if ours.empty:
-        told = "Nothing of ours was decoded at these lengths: vflash run --all does it."
-    caption = (
-        f"{told} Look at whether the accepted length holds as the prompt grows, and what becomes of "
-        "the speed-up once a verify of many rows and the prefill cost more. Grey: SPARROW's table "
-        "4, Qwen2.5-VL-7B on an A800."
-    )
-    handles = _handles(not paper.empty)
+    told = "Nothing of ours was decoded at these lengths: vflash run --all does it. "
+    if not ours.empty:
+        told = (
+            f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; "
+            "error bars: 95 % bootstrap over videos. The drafter was trained on texts about clips of "
+            "all these lengths. Look at whether the accepted length holds as the prompt grows, and "
+            "what becomes of the speed-up once a verify of many rows and the prefill cost more. "
+        )
+    caption = told + "Grey: SPARROW's table 4, Qwen2.5-VL-7B on an A800."
+    handles = _handles(not paper.empty, not whole.empty)
     finish(figure, "Decoding by visual length", caption, handles, 3)
     return figure, frame

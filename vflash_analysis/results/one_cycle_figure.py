@@ -13,12 +13,16 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.textpath import text_to_path
 
 from vflash_analysis.results.one_cycle import BY_RULE, unpacked
 from vflash_analysis.results.style import (
     INK,
     QUIET,
+    SMALLEST,
+    TEXT_WIDTH,
     Drawn,
     devices_text,
     finish,
@@ -28,12 +32,11 @@ from vflash_analysis.results.style import (
 )
 from vflash_analysis.results.tidy import MISSING, checked, label, parse_setting
 
-WIDTH = 8.6  # inches
-COLUMN = 0.52  # of a slot
-LEFT = 0.06
-BOX, PITCH = 0.27, 0.36  # height of a token's box, and from one row to the next
+LEFT = 0.06  # inches, as all lengths here
+COLUMN = (TEXT_WIDTH - 2 * LEFT) / 17  # of the anchor, 15 slots and the token after the last
+BOX_WIDTH = COLUMN - 0.03
+BOX, PITCH = 0.28, 0.37  # height of a token's box, and from one row to the next
 SHOWN_BESIDE = 3  # other nodes of a slot of the tree that are written out
-LETTERS = 8  # of a token that fit its box
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,34 @@ ANCHOR = Fate("#dbe9f6", "#0072b2")
 MASK = Fate("#e3e3e3", "#8c8c8c")
 
 
-def _cut(text: str) -> str:
-    """A token as its box holds it: what cannot be seen made visible, what is long cut."""
+def _fitting(text: str) -> str:
+    """As much of the text's beginning as a box is wide."""
+    font = FontProperties(size=SMALLEST)
+    n = len(text)
+    while n > 1:
+        points, _, _ = text_to_path.get_text_width_height_descent(text[:n], font, ismath=False)
+        if points <= 72 * BOX_WIDTH - 2:
+            break
+        n -= 1
+    return text[:n]
+
+
+def boxed(text: str) -> str:
+    """A token as its box holds it: what cannot be seen made visible, in two lines at most."""
     seen = text.replace("\n", "\\n").replace("\t", "\\t").strip(" ") or "␣"
     seen = seen.replace("<|", "‹").replace("|>", "›")  # special tokens, narrower
-    return seen if len(seen) <= LETTERS else seen[: LETTERS - 1] + "…"
+    first = _fitting(seen)
+    if len(first) < len(seen):
+        first = first[: -(-len(seen) // 2)]
+    second = _fitting(seen[len(first) :])
+    if len(first) + len(second) < len(seen):
+        second = second[:-1] + "…"
+    return f"{first}\n{second}" if second else first
+
+
+def middle_of(column: int) -> float:
+    """Where the box of a column has its middle."""
+    return LEFT + column * COLUMN + BOX_WIDTH / 2
 
 
 class _Sheet:
@@ -66,46 +92,47 @@ class _Sheet:
 
     def __init__(self, axis: Axes, height: float) -> None:
         self.axis, self.y = axis, height
-        axis.set_xlim(0, WIDTH)
+        axis.set_xlim(0, TEXT_WIDTH)
         axis.set_ylim(0, height)
         axis.axis("off")
 
     def down(self, inches: float) -> None:
         self.y -= inches
 
-    def say(self, text: str, x: float = LEFT, size: float = 8, **options: Any) -> None:
+    def say(self, text: str, x: float = LEFT, size: float = 7.5, **options: Any) -> None:
         """A line of text; the next row begins below it."""
         self.axis.text(x, self.y, text, ha="left", va="top", fontsize=size, **options)
         self.down(0.2)
 
-    def box(self, column: float, text: str, fate: Fate, size: float = 7, columns: int = 1) -> None:
+    def box(self, column: int, text: str, fate: Fate) -> None:
         """A token in its column, in the row that begins here."""
         x = LEFT + column * COLUMN
-        width = columns * COLUMN - 0.05
         self.axis.add_patch(
             FancyBboxPatch(
-                (x + 0.03, self.y - BOX + 0.02), width - 0.06, BOX - 0.04,
+                (x + 0.03, self.y - BOX + 0.02), BOX_WIDTH - 0.06, BOX - 0.04,
                 boxstyle="round,pad=0.02,rounding_size=0.04",
                 facecolor=fate.face, edgecolor=fate.edge, linewidth=0.9,
             )
         )  # fmt: skip
-        middle = (x + width / 2, self.y - BOX / 2)
+        middle = (x + BOX_WIDTH / 2, self.y - BOX / 2)
         tone = QUIET if fate.struck else INK
-        self.axis.text(*middle, text, ha="center", va="center", fontsize=size, color=tone)
+        self.axis.text(
+            *middle, text, ha="center", va="center_baseline", fontsize=SMALLEST, color=tone,
+            linespacing=0.95, parse_math=False,
+        )  # fmt: skip
         if fate.struck:
             self.axis.plot(
-                [x + 0.05, x + width - 0.05],
+                [x + 0.05, x + BOX_WIDTH - 0.05],
                 [middle[1]] * 2,
                 color=fate.edge,
-                linewidth=0.7,
-                alpha=0.7,
+                linewidth=0.6,
+                alpha=0.6,
             )
 
-    def mark(self, column: float, fate: Fate) -> None:
+    def mark(self, column: int, fate: Fate) -> None:
         """The mark of a fate below the box of the row that begins here."""
-        x = LEFT + column * COLUMN + (COLUMN - 0.05) / 2
         self.axis.text(
-            x, self.y - BOX - 0.01, fate.mark,
+            middle_of(column), self.y - BOX - 0.01, fate.mark,
             ha="center", va="top", fontsize=8, color=fate.edge, fontweight="bold",
         )  # fmt: skip
 
@@ -114,13 +141,17 @@ class _Sheet:
             "", (x, self.y - length), (x, self.y), arrowprops={"arrowstyle": "->", "color": QUIET}
         )
 
+    def name(self, text: str) -> None:
+        """What the row that begins here holds, in the anchor's column."""
+        self.axis.text(LEFT, self.y - BOX / 2, text, ha="left", va="center", fontsize=7)
+
     def bar(self, text: str, start: float, width: float, face: str, edge: str) -> None:
         """A part of the machine, as wide as asked, in the row that begins here."""
         self.axis.add_patch(
             Rectangle((start, self.y - BOX), width, BOX, facecolor=face, edgecolor=edge, lw=1.0)
         )
         place = (start + width / 2, self.y - BOX / 2)
-        self.axis.text(*place, text, ha="center", va="center", fontsize=7.5, color=INK)
+        self.axis.text(*place, text, ha="center", va="center", fontsize=7, color=INK)
 
 
 def _keys(rows: pd.DataFrame) -> list[Mapping[str, str]]:
@@ -131,19 +162,20 @@ def _plain(sheet: _Sheet, rows: pd.DataFrame) -> None:
     """The same tokens by plain decoding: one forward each, with its time."""
     total = rows["value"].sum()
     n = len(rows)
-    sheet.say("Autoregressive: one target forward per token", size=9.5, fontweight="bold")
+    sheet.say("Autoregressive: one target forward per token", size=8.5, fontweight="bold")
     if rows.empty:
         sheet.say("no cycles of plain decoding in the records", color=QUIET)
         return
     for column, ms in enumerate(rows["value"], 1):
-        sheet.box(column, f"{ms:.1f} ms", Fate("#e9e9e9", "#595959"), size=6.8)
-    sheet.axis.text(LEFT, sheet.y - BOX / 2, "target", ha="left", va="center", fontsize=7.5)
+        sheet.box(column, f"{ms:.1f}", Fate("#e9e9e9", "#595959"))
+    sheet.name("target,\nms")
     sheet.down(BOX)
     for column in range(1, n + 1):
-        sheet.arrow(LEFT + column * COLUMN + (COLUMN - 0.05) / 2, 0.12)
+        sheet.arrow(middle_of(column), 0.12)
     sheet.down(0.12)
     for column, keys in enumerate(_keys(rows), 1):
-        sheet.box(column, _cut(unpacked(keys["text"])), NEUTRAL)
+        sheet.box(column, boxed(unpacked(keys["text"])), NEUTRAL)
+    sheet.name("text")
     sheet.down(BOX + 0.07)
     sheet.say(
         f"{n} token{'s' * (n > 1)} = {n} target forward{'s' * (n > 1)}, {total:.1f} ms", color=QUIET
@@ -153,9 +185,9 @@ def _plain(sheet: _Sheet, rows: pd.DataFrame) -> None:
 def _machine(sheet: _Sheet, context: float, draft_ms: float) -> None:
     """From the cached context to the drafter."""
     parts = (
-        (f"{context:,.0f} context positions: the target's hidden states, cached", 3.5),
-        ("projector: keys, values", 1.7),
-        (f"drafter: one forward, {draft_ms:.1f} ms", 2.1),
+        (f"the target's hidden states of {context:,.0f} positions, cached", 3.05),
+        ("projector: keys, values", 1.4),
+        (f"drafter: one forward, {draft_ms:.1f} ms", 1.75),
     )
     x = LEFT + 0.03
     for number, (text, width) in enumerate(parts):
@@ -163,10 +195,10 @@ def _machine(sheet: _Sheet, context: float, draft_ms: float) -> None:
         x += width
         if number < len(parts) - 1:
             sheet.axis.annotate(
-                "", (x + 0.3, sheet.y - BOX / 2), (x, sheet.y - BOX / 2),
+                "", (x + 0.24, sheet.y - BOX / 2), (x, sheet.y - BOX / 2),
                 arrowprops={"arrowstyle": "->", "color": QUIET},
             )  # fmt: skip
-            x += 0.3
+            x += 0.24
     sheet.down(BOX + 0.1)
 
 
@@ -181,24 +213,25 @@ def _drafted(sheet: _Sheet, drafts: pd.DataFrame, is_tree: bool) -> None:
             continue
         first = own.iloc[0]
         fate = ACCEPTED if first["accepted"] else DISCARDED
-        sheet.box(slot, _cut(first["text"]), fate)
+        sheet.box(slot, boxed(first["text"]), fate)
         sheet.mark(slot, fate)
         beside[slot] = own.iloc[1:]
+    sheet.name("drafts")
     sheet.down(PITCH + 0.08)
     if not is_tree:
         return
     for line in range(SHOWN_BESIDE):
         for slot, others in beside.items():
             if line < len(others):
-                sheet.box(slot, _cut(others["text"].iloc[line]), DISCARDED, size=6.3)
+                sheet.box(slot, boxed(others["text"].iloc[line]), DISCARDED)
         sheet.down(BOX + 0.02)
     for slot, others in beside.items():
         more = len(others) - SHOWN_BESIDE
         if more > 0:
-            x = LEFT + slot * COLUMN + (COLUMN - 0.05) / 2
             sheet.axis.text(
-                x, sheet.y, f"+{more} ×", ha="center", va="top", fontsize=7, color=QUIET
-            )
+                middle_of(slot), sheet.y, f"+{more} ×", ha="center", va="top", fontsize=7,
+                color=QUIET,
+            )  # fmt: skip
     sheet.axis.text(LEFT, sheet.y, "more", ha="left", va="top", fontsize=7, color=QUIET)
     sheet.down(0.22)
 
@@ -207,13 +240,14 @@ def _committed(sheet: _Sheet, rows: pd.DataFrame) -> None:
     last = len(rows)
     for column, (keys, value) in enumerate(zip(_keys(rows), rows["value"], strict=True), 1):
         fate = ACCEPTED if value else CORRECTION
-        sheet.box(column, _cut(unpacked(keys["text"])), fate)
+        sheet.box(column, boxed(unpacked(keys["text"])), fate)
         sheet.mark(column, fate)
-    sheet.axis.text(LEFT, sheet.y - BOX / 2, "commits", ha="left", va="center", fontsize=7)
+    sheet.name("text")
     sheet.down(PITCH + 0.1)
-    x = LEFT + last * COLUMN + (COLUMN - 0.05) / 2
     side = "right" if last > 8 else "left"
-    sheet.axis.text(x, sheet.y, "↑ the next anchor", ha=side, va="top", fontsize=7.5, color=INK)
+    words = "↑ the next anchor" if side == "left" else "the next anchor ↑"
+    edge = middle_of(last) + (0.05 if side == "right" else -0.05)
+    sheet.axis.text(edge, sheet.y, words, ha=side, va="top", fontsize=7.5, color=INK)
     sheet.down(0.2)
 
 
@@ -226,8 +260,8 @@ def _legend(sheet: _Sheet) -> None:
     ):
         sheet.axis.text(x, sheet.y, fate.mark, ha="left", va="top", fontsize=9, color=fate.edge,
                         fontweight="bold")  # fmt: skip
-        sheet.axis.text(x + 0.16, sheet.y, words, ha="left", va="top", fontsize=8)
-        x += 0.4 + 0.066 * len(words)
+        sheet.axis.text(x + 0.16, sheet.y, words, ha="left", va="top", fontsize=7.5)
+        x += 0.4 + 0.06 * len(words)
     sheet.down(0.24)
 
 
@@ -239,7 +273,7 @@ def one_cycle_figure(frame: pd.DataFrame) -> Drawn:
     which = by["cycle_number"].iloc[0]
     title = "One real cycle, and plain decoding of the same tokens"
     if which["status"] == MISSING:
-        figure, axes = new_figure(WIDTH, 1.9)
+        figure, axes = new_figure(TEXT_WIDTH, 1.4)
         axes[0, 0].axis("off")
         no_data(axes[0, 0], f"the records keep no {label(which['method'])} cycle in detail")
         finish(
@@ -247,9 +281,9 @@ def one_cycle_figure(frame: pd.DataFrame) -> Drawn:
         )
         return figure, frame
     is_tree = which["method"] != "chain"
-    height = 3.85 + (SHOWN_BESIDE * (BOX + 0.02) + 0.22 if is_tree else 0)
+    height = 3.8 + (SHOWN_BESIDE * (BOX + 0.02) + 0.22 if is_tree else 0)
     told = _caption(by, which)
-    figure, axes = new_figure(WIDTH, height + 1.1)
+    figure, axes = new_figure(TEXT_WIDTH, height + 0.95)
     sheet = _Sheet(axes[0, 0], height)
     value = {name: float(rows["value"].iloc[0]) for name, rows in by.items()}
     _legend(sheet)
@@ -258,21 +292,21 @@ def one_cycle_figure(frame: pd.DataFrame) -> Drawn:
     sheet.say(
         f"{'VFlash-FM' if which['objective'] == 'self_reveal' else 'Block drafting'}, "
         f"{label(which['method'])}: one drafter forward and one target forward",
-        size=9.5, fontweight="bold",
+        size=8.5, fontweight="bold",
     )  # fmt: skip
     _machine(sheet, value["context_tokens"], value["draft_ms"])
     drafts = _drafts_of(by)
     anchor = _keys(by["context_tokens"])[0]["anchor"]
-    sheet.box(0, _cut(unpacked(anchor)), ANCHOR)
+    sheet.box(0, boxed(unpacked(anchor)), ANCHOR)
     for slot in range(1, int(drafts["slot"].max()) + 1):
         sheet.box(slot, "M", MASK)
     sheet.down(BOX)
-    sheet.axis.text(LEFT, sheet.y, "anchor", ha="left", va="top", fontsize=7, color=QUIET)
+    sheet.axis.text(LEFT, sheet.y - 0.02, "anchor", ha="left", va="top", fontsize=7, color=QUIET)
     sheet.down(0.17)
     _drafted(sheet, drafts, is_tree)
     rows = len(drafts) + 1
     verify = f"target verifies {rows} rows in one forward, {value['verify_ms']:.1f} ms"
-    sheet.bar(verify, LEFT + 0.03, 16 * COLUMN - 0.1, "#e9e9e9", "#595959")
+    sheet.bar(verify, LEFT + 0.03, 16 * COLUMN - 0.09, "#e9e9e9", "#595959")
     sheet.down(BOX + 0.1)
     _committed(sheet, by["committed_token"])
     finish(figure, title, told)

@@ -121,10 +121,12 @@ def caption(shown: Sequence[Showing]) -> str:
     row = shown[0].decodes[0].row
     names = " and ".join(dict.fromkeys(one.title for each in shown for one in each.decodes))
     n = len(shown)
+    # the folder of a target that the suite trains itself is called just that
+    named = "" if row["target"] == "target" else f" {row['target']}"
     return (
         f"{names}: recorded commit times, one decode each (n = {n} clip{'s' * (n > 1)}, no "
-        f"interval). Profile {row['profile']}, target {row['target']}, {row['dtype']}, on "
-        f"{row['device']}. Time counts from the first token, so "
+        f"interval). The {row['profile']} profile's target{named}, {row['dtype']}, "
+        f"on {row['device']}. Time counts from the first token, so "
         "prefill and frame reading are not in it. The panels of a clip with the badge hold the same "
         "tokens and differ only in how fast they fill."
     )

@@ -123,7 +123,8 @@ def finish(
         legend_columns: at most so many entries beside each other.
     """
     width, height = (float(inches) for inches in figure.get_size_inches())
-    lines = textwrap.wrap(caption, int(20.5 * width))
+    kept = caption.replace(" %", "\xa0%").replace("n = ", "n\xa0=\xa0")  # never parted
+    lines = [line.replace("\xa0", " ") for line in textwrap.wrap(kept, int(20 * width))]
     below = (0.132 * len(lines) + 0.13) / height
     longest = max((len(str(entry.get_label())) for entry in legend), default=1)
     columns = max(1, min(legend_columns, int((width - 0.1) / (0.052 * longest + 0.36))))
