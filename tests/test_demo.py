@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vflash_analysis import cli, demo, own_clip
+from vflash_analysis import asking, cli, demo, own_clip
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.suites import DESCRIPTION_PROMPT
 from vflash_analysis.errors import InputError
@@ -58,7 +58,7 @@ def test_options_of_the_other_form_are_refused(words, told):
 
 
 def test_the_failing_process_leaves_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo.sys, "executable", "/bin/false")
+    monkeypatch.setattr(asking.sys, "executable", "/bin/false")
     with pytest.raises(InputError, match="demo: no message"):
         demo.decode_own(vars(request(tmp_path)))
 

@@ -8,10 +8,6 @@ In the terminal the panels fill at the pace at which the tokens were committed, 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +19,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
-from vflash_analysis import config, paths
-from vflash_analysis.errors import InputError
+from vflash_analysis.asking import ask
 from vflash_analysis.results.one_cycle import one_cycle_frame
 from vflash_analysis.results.one_cycle_figure import one_cycle_figure
 from vflash_analysis.results.playback import Playback
@@ -71,19 +66,7 @@ def decode_own(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: the last line that the process left where it failed.
     """
-    folders = {"VFLASH_ROOT": str(paths.ROOT), "VFLASH_RUNS": str(paths.RUNS)}
-    answer = subprocess.run(
-        [sys.executable, "-m", "vflash_analysis.own_clip"],
-        input=json.dumps(dict(request)),
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env={**os.environ, **folders, **config.local_environment()},
-    )
-    if answer.returncode:
-        raise InputError((answer.stderr.strip().splitlines() or ["demo: no message"])[-1])
-    told: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    return told
+    return ask("vflash_analysis.own_clip", request, silent="demo: no message")
 
 
 def show_own(records_folder: Path, clip_id: str, out: Path) -> tuple[list[Playback], list[Path]]:

@@ -27,7 +27,7 @@ ORCHESTRATION = frozenset(
     for name in (
         "paths", "errors", "config", "strict", "environment", "identity", "locks", "devices",
         "stages", "notebook", "execute", "progress", "workers", "runner", "publish", "run_facts", "demo", "cli",
-        "estimate", "preflight",
+        "asking", "estimate", "preflight",
     )
 )  # fmt: skip
 ABSENT = "absent"

@@ -8,12 +8,13 @@ A process of its own, as the command line loads no model:
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vflash_analysis import config, identity, paths
+from vflash_analysis.asking import answer
 from vflash_analysis.clips import suites, wording
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import open_reader
@@ -119,14 +120,13 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Answer one request on standard input with one JSON line; 2 on bad input."""
-    try:
-        clip = decode_own_clip(Request(**json.loads(sys.stdin.read())))
-        print(json.dumps({"clip_id": clip.clip_id, "prompt": clip.prompt}))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    """Answer one request, see `asking`."""
+
+    def respond(asked: dict[str, Any]) -> dict[str, Any]:
+        clip = decode_own_clip(Request(**asked))
+        return {"clip_id": clip.clip_id, "prompt": clip.prompt}
+
+    return answer(respond)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ them on its page. As the light commands load no model, they ask a process of its
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from vflash_analysis import config, estimate, paths
+from vflash_analysis.asking import answer
 from vflash_analysis.clips import suites
 from vflash_analysis.config import Profile
 from vflash_analysis.environment import MEMORY, free_bytes, row
@@ -148,15 +148,12 @@ def _memory_rows(profile: Profile, shape: TargetShape) -> Rows:
 
 
 def main() -> int:
-    """Answer one request on standard input with one JSON line; 2 on bad input."""
-    request = json.loads(sys.stdin.read())
-    try:
-        profile = config.load_profile(request["profile"], request["overrides"])
-        print(json.dumps({"rows": target_rows(profile)}))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    """Answer one request, see `asking`."""
+    return answer(
+        lambda asked: {
+            "rows": target_rows(config.load_profile(asked["profile"], asked["overrides"]))
+        }
+    )
 
 
 if __name__ == "__main__":

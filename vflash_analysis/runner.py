@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vflash_analysis import config, environment, estimate, paths, records
+from vflash_analysis.asking import ask, folders
 from vflash_analysis.devices import one_device
 from vflash_analysis.environment import MEMORY, row
 from vflash_analysis.errors import InputError
@@ -66,12 +67,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def _folders() -> dict[str, str]:
-    """Folders as a process that runs in the checkout must be told them."""
-    own = {"VFLASH_ROOT": str(paths.ROOT), "VFLASH_RUNS": str(paths.RUNS)}
-    return own | config.local_environment()
-
-
 def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
     """What `vflash_analysis.execute` needs to know."""
     return {
@@ -87,7 +82,7 @@ def _request(shard: Shard, limits: Limits, keep_stale: bool) -> dict[str, Any]:
         "timeout_s": limits.timeout_s,
         "start_timeout_s": limits.start_timeout_s,
         "environment": {
-            **_folders(),
+            **folders(),
             STALE_VARIABLE: "1" if keep_stale else "0",
             RUN_ID_VARIABLE: shard.run_id,
             "JUPYTER_PREFER_ENV_PATH": "1",  # this interpreter's kernel, whatever a user installed
@@ -214,18 +209,11 @@ def ask_preflight(
     """
     if importlib.util.find_spec("torch") is None:
         return []
-    answer = subprocess.run(
-        [sys.executable, "-m", "vflash_analysis.preflight"],
-        input=json.dumps({"profile": profile, "overrides": dict(overrides)}),
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env={**os.environ, **_folders(), **(gpu or {})},
-    )
-    if answer.returncode:
-        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
-        return [row("target files", None, "a checkpoint", False, f"cannot be looked at: {last}")]
-    rows: list[dict[str, Any]] = json.loads(answer.stdout.splitlines()[-1])["rows"]
+    request = {"profile": profile, "overrides": dict(overrides)}
+    try:
+        rows: list[dict[str, Any]] = ask("vflash_analysis.preflight", request, gpu)["rows"]
+    except InputError as error:
+        return [row("target files", None, "a checkpoint", False, f"cannot be looked at: {error}")]
     return rows
 
 

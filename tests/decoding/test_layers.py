@@ -1,15 +1,13 @@
 """What is measured of a clip: every quantity once, equal to its parts; bad clips, resume, refusals."""
 
 import dataclasses
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from tests.decoding.test_shard import Reader
 from tests.tiny import tiny_frames, tiny_language_target, tiny_target
 from vflash_analysis.clips.lists import Clip
-from vflash_analysis.clips.read import ClipError, ClipFrames, ClipInfo
 from vflash_analysis.config import LayerSettings
 from vflash_analysis.decoding import layers
 from vflash_analysis.decoding.clip import ShardFacts
@@ -22,24 +20,6 @@ from vflash_analysis.training.continuations import greedy_continuation
 FACTS = ShardFacts(run_id="run", profile="smoke", sample_seed=7, num_frames=2)
 SETTINGS = LayerSettings(clips_per_suite=2, max_new_tokens=8, removal_every=1)
 LAYERS = 4
-
-
-class Reader:
-    """Frames from the clip's number; some clips are bad, and reading can be cut off."""
-
-    def __init__(self, bad=(), stop_at=None):
-        self.bad, self.stop_at, self.names = set(bad), stop_at, []
-
-    def read_clip(self, clip, num_frames):
-        name = Path(clip.path).stem
-        if name == self.stop_at:
-            raise KeyboardInterrupt
-        self.names.append(name)
-        if name in self.bad:
-            raise ClipError(clip.path, "damaged", "no frame at 3")
-        info = ClipInfo(28, 24, 10.0, 20, 2.0, "h264", 8, "decord", "0.6.0")
-        frames = tiny_frames(int(name[1:]), num_frames).numpy()
-        return ClipFrames(frames, np.zeros(num_frames), np.arange(num_frames), info, 0.125)
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +176,7 @@ def test_a_target_that_reads_no_video_is_refused_before_any_clip(clips, tmp_path
 
 
 def test_the_profiles_first_clips_of_the_first_seed_are_measured(clips, tmp_path, monkeypatch):
+    from vflash_analysis.clips import prepare
     from vflash_analysis.config import load_profile
 
     asked = []
@@ -205,7 +186,7 @@ def test_the_profiles_first_clips_of_the_first_seed_are_measured(clips, tmp_path
         return [clips[0]]
 
     seen = {}
-    monkeypatch.setattr(layers, "suite_list", first)
+    monkeypatch.setattr(prepare, "suite_list", first)
     monkeypatch.setattr(layers, "open_target", lambda settings, folder: "target")
     monkeypatch.setattr(
         layers, "measure_clips",

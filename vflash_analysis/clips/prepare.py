@@ -167,6 +167,13 @@ def suite_list(folder: Path, benchmark: str, sample_seed: int, n_clips: int) -> 
     return read_list(folder, _suite_key(benchmark, sample_seed))[:n_clips]
 
 
+def first_seed_clips(folder: Path, settings: ClipSettings, n_clips: int) -> list[Clip]:
+    """The first `n_clips` clips of every suite's first sample seed, suite by suite."""
+    seed = settings.sample_seeds[0]
+    lists = (suite_list(folder, name, seed, n_clips) for name in settings.benchmarks)
+    return list(itertools.chain.from_iterable(lists))
+
+
 def all_suite_clips(folder: Path, settings: ClipSettings, n_clips: int) -> list[Clip]:
     """The first `n_clips` clips of every suite and sample seed, each clip once.
 

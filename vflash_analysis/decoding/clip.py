@@ -18,7 +18,7 @@ import torch
 from vflash_analysis.clips.frozen import prompt_sha256, verified_sha256
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.read import ClipError
-from vflash_analysis.config import DecodeSettings
+from vflash_analysis.config import DecodeSettings, Profile
 from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.loop import Cycle, Generation, decode
 from vflash_analysis.decoding.lossless import ExactLogits, judge
@@ -55,6 +55,15 @@ class ShardFacts:
     sample_seed: int
     num_frames: int
     on_bad_clip: str = "skip"
+
+    @classmethod
+    def of(
+        cls, settings: Profile, run_id: str, sample_seed: int, num_frames: int | None = None
+    ) -> ShardFacts:
+        """Those of a profile, at its own number of frames unless another is given."""
+        clips = settings.clips
+        frames = clips.num_frames if num_frames is None else num_frames
+        return cls(run_id, settings.name, sample_seed, frames, clips.on_bad_clip)
 
 
 def in_turn(planned: Sequence[T], turn: int) -> list[T]:

@@ -33,7 +33,7 @@ import torch
 
 from vflash_analysis.clips.frozen import verified_sha256
 from vflash_analysis.clips.lists import Clip
-from vflash_analysis.clips.prepare import open_reader, suite_list
+from vflash_analysis.clips.prepare import first_seed_clips, open_reader
 from vflash_analysis.clips.wording import accuracy_counts
 from vflash_analysis.config import LayerSettings, Profile
 from vflash_analysis.decoding.clip import Row, ShardFacts, reason_of
@@ -75,19 +75,8 @@ def measure_layers(
     Raises:
         InputError: the target reads no video, or no clip could be measured.
     """
-    seed = settings.clips.sample_seeds[0]
-    clips = [
-        clip
-        for benchmark in settings.clips.benchmarks
-        for clip in suite_list(clips_folder, benchmark, seed, settings.layers.clips_per_suite)
-    ]
-    facts = ShardFacts(
-        run_id=run_id,
-        profile=settings.name,
-        sample_seed=seed,
-        num_frames=settings.clips.num_frames,
-        on_bad_clip=settings.clips.on_bad_clip,
-    )
+    clips = first_seed_clips(clips_folder, settings.clips, settings.layers.clips_per_suite)
+    facts = ShardFacts.of(settings, run_id, settings.clips.sample_seeds[0])
     target = open_target(settings, target_folder)
     with open_reader(settings.clips) as reader:
         measure_clips(target, clips, reader, settings.layers, out_folder, facts)

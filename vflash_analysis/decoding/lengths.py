@@ -20,7 +20,7 @@ import pandas as pd
 from vflash_analysis import config
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip
-from vflash_analysis.clips.prepare import open_reader, read_list, suite_list
+from vflash_analysis.clips.prepare import first_seed_clips, open_reader, read_list
 from vflash_analysis.clips.wording import accuracy_counts
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
@@ -29,16 +29,11 @@ from vflash_analysis.environment import device_label
 from vflash_analysis.model.drafter import drafter_config, new_drafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import blank_row, read_records, write_records
-from vflash_analysis.schemas import CYCLES, GENERATIONS, MEASURES
+from vflash_analysis.schemas import CYCLES, GENERATIONS, MEASURES, NO_LAYER
 from vflash_analysis.training import pipeline
 from vflash_analysis.training.blocks import target_pieces
-from vflash_analysis.training.collect import collect_in_parallel
-from vflash_analysis.training.continuations import (
-    JoinedContinuations,
-    collect_continuations,
-)
+from vflash_analysis.training.continuations import JoinedContinuations
 from vflash_analysis.training.loop import train
-from vflash_analysis.workers import PARALLEL_FROM, usable_cpus
 
 STUDY = "lengths"
 
@@ -82,17 +77,16 @@ def open_study(settings: Profile, target_folder: Path, clips_folder: Path, folde
 
 
 def _clips(settings: Profile, clips_folder: Path, out: Path) -> tuple[list[Clip], list[Clip]]:
-    own, suites = settings.lengths, settings.clips.benchmarks
+    own = settings.lengths
     if settings.clips.source == "pocket":
         most = max(own.num_frames)
         learnt = -(-own.training_clips // len(pocket.FAMILIES))
         training = pocket.make_split("drafter_training", learnt, out, least_frames=most)
         drawn = pocket.make_split("suites", own.clips_per_suite, out, least_frames=most)
+        suites = settings.clips.benchmarks
         return training[: own.training_clips], [c for c in drawn if c.benchmark in suites]
-    seed = settings.clips.sample_seeds[0]
-    lists = [suite_list(clips_folder, name, seed, own.clips_per_suite) for name in suites]
     training = read_list(clips_folder, "training")[: own.training_clips]
-    return training, [clip for clips in lists for clip in clips]
+    return training, first_seed_clips(clips_folder, settings.clips, own.clips_per_suite)
 
 
 def by_frames(clips: list[Clip], counts: tuple[int, ...]) -> dict[int, list[Clip]]:
@@ -103,21 +97,12 @@ def by_frames(clips: list[Clip], counts: tuple[int, ...]) -> dict[int, list[Clip
 def collect(study: Study) -> None:
     """The target's own texts about the training clips, each at its number of frames; resumes."""
     settings = study.settings
-    options: dict[str, Any] = {
-        "max_new_tokens": settings.continuations.max_new_tokens,
-        "tap_layer_ids": pipeline.tapped_layers(study.target, settings),
-        "on_bad_clip": settings.clips.on_bad_clip,
-        "store_states": settings.continuations.states == "stored",
-    }
-    shared = study.target.device.type == "cpu" and usable_cpus() > 1
+    taps = pipeline.tapped_layers(study.target, settings)
     with open_reader(settings.clips) as reader:
         for count, clips in by_frames(study.training, settings.lengths.num_frames).items():
             folder = study.folder / "texts" / str(count)
-            own = options | {"num_frames": count}
             print(f"{count} frames:", flush=True)
-            if shared and len(clips) >= PARALLEL_FROM:
-                collect_in_parallel(study.load, clips, settings.clips, folder, own)
-            collect_continuations(study.target, clips, reader, out_folder=folder, **own)
+            pipeline.collect(settings, study.load, study.target, clips, reader, folder, count, taps)
 
 
 def train_drafter(study: Study) -> Path:
@@ -153,13 +138,8 @@ def decode(study: Study, run_id: str) -> None:
     with open_reader(settings.clips) as reader:
         for count in settings.lengths.num_frames:
             print(f"{count} frames:", flush=True)
-            facts = ShardFacts(
-                run_id=f"{run_id}/frames={count}",
-                profile=settings.name,
-                sample_seed=settings.clips.sample_seeds[0],
-                num_frames=count,
-                on_bad_clip=settings.clips.on_bad_clip,
-            )
+            seed = settings.clips.sample_seeds[0]
+            facts = ShardFacts.of(settings, f"{run_id}/frames={count}", seed, count)
             decode_shard(
                 study.target, drafter, study.evaluated, reader, methods, study.at(count), facts
             )
@@ -189,7 +169,7 @@ def score(study: Study, run_id: str) -> None:
         "device": device_label(study.target.device),
         "dtype": study.settings.target.dtype,
         "study": STUDY,
-        "layer": -1,
+        "layer": NO_LAYER,
     }
     found = []
     for row in plain[plain["repeat"] == 0].to_dict("records"):

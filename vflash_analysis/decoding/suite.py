@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
-from vflash_analysis.clips.prepare import open_reader, suite_list
+from vflash_analysis.clips.prepare import first_seed_clips, open_reader, suite_list
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
 from vflash_analysis.decoding.plan import plan_methods
@@ -42,13 +41,7 @@ def decode_suite(
         out_folder: this stage's folder.
     """
     clips = suite_list(clips_folder, benchmark, sample_seed, settings.clips.clips_per_suite)
-    facts = ShardFacts(
-        run_id=run_id,
-        profile=settings.name,
-        sample_seed=sample_seed,
-        num_frames=settings.clips.num_frames,
-        on_bad_clip=settings.clips.on_bad_clip,
-    )
+    facts = ShardFacts.of(settings, run_id, sample_seed)
     folders = {name: folder / "drafter" for name, folder in drafters.items()}
     target = open_target(settings, target_folder)
     with open_reader(settings.clips) as reader:
@@ -74,11 +67,7 @@ def decode_design(
         drafters: name to the folder of a drafter stage's results, the profile's own first.
         out_folder: this stage's folder.
     """
-    seed = settings.clips.sample_seeds[0]
-    lists = [
-        suite_list(clips_folder, name, seed, settings.design.clips_per_suite)
-        for name in settings.clips.benchmarks
-    ]
+    clips = first_seed_clips(clips_folder, settings.clips, settings.design.clips_per_suite)
     target = open_target(settings, target_folder)
     folders = {name: folder / "drafter" for name, folder in drafters.items()}
     own = next(iter(folders))
@@ -88,13 +77,9 @@ def decode_design(
     if varied:
         shapes = dataclasses.replace(decode, methods=VFLASH_METHODS)
         planned += plan_methods(target, varied, shapes)
-    facts = ShardFacts(
-        run_id, settings.name, seed, settings.clips.num_frames, settings.clips.on_bad_clip
-    )
+    facts = ShardFacts.of(settings, run_id, settings.clips.sample_seeds[0])
     with open_reader(settings.clips) as reader:
-        decode_planned(
-            target, planned, list(itertools.chain(*lists)), reader, decode, out_folder, facts
-        )
+        decode_planned(target, planned, clips, reader, decode, out_folder, facts)
     for schema in (ANCHORS, TRAINING):  # what its drafters are: the study stands by itself
         paths = [folder / f"{schema.name}.parquet" for folder in drafters.values()]
         rows = pd.concat([read_records(path, schema) for path in paths])

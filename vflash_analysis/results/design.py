@@ -363,7 +363,6 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
         value_of=[key.get("value", "") for key in keys],
         slot=[key.get("slot", "") for key in keys],
         k=[f"recall@{key['k']}" if "k" in key else "" for key in keys],
-        all_of="",
     )
     columns = (
         "accepted_length", "paired_difference", "decode_speedup", "draft_ms", "verify_ms",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +152,7 @@ def collect_lists(
     trains = settings.drafter.source is None
     load = functools.partial(open_target, settings, target_folder)
     target = load()
-    options: dict[str, Any] = {
-        "num_frames": settings.clips.num_frames,
-        "max_new_tokens": settings.continuations.max_new_tokens,
-        "tap_layer_ids": stored_layers(target, settings),
-        "on_bad_clip": settings.clips.on_bad_clip,
-        "store_states": settings.continuations.states == "stored",
-    }
-    shared = target.device.type == "cpu" and usable_cpus() > 1
+    frames, taps = settings.clips.num_frames, stored_layers(target, settings)
     with open_reader(settings.clips) as reader:
         for name in LISTS:
             folder = out_folder / name
@@ -168,9 +161,42 @@ def collect_lists(
                 continue
             print(f"{name}:", flush=True)
             clips = clips_of(settings, clips_folder, name)
-            if shared and len(clips) >= PARALLEL_FROM:
-                collect_in_parallel(load, clips, settings.clips, folder, options)
-            collect_continuations(target, clips, reader, out_folder=folder, **options)
+            collect(settings, load, target, clips, reader, folder, frames, taps)
+
+
+def collect(
+    settings: Profile,
+    load: Callable[[], Target],
+    target: Target,
+    clips: list[Clip],
+    reader: Any,
+    folder: Path,
+    num_frames: int,
+    tap_layer_ids: Sequence[int],
+) -> None:
+    """The target's texts about some clips into a folder, on a CPU by several processes; resumes.
+
+    Args:
+        settings: the profile.
+        load: loads the target, in another process.
+        target: the same, loaded.
+        clips: to write about.
+        reader: a `FrameReader`.
+        folder: gets records and states.
+        num_frames: of every clip.
+        tap_layer_ids: layers whose states are kept.
+    """
+    options: dict[str, Any] = {
+        "num_frames": num_frames,
+        "max_new_tokens": settings.continuations.max_new_tokens,
+        "tap_layer_ids": tap_layer_ids,
+        "on_bad_clip": settings.clips.on_bad_clip,
+        "store_states": settings.continuations.states == "stored",
+    }
+    shared = target.device.type == "cpu" and usable_cpus() > 1
+    if shared and len(clips) >= PARALLEL_FROM:
+        collect_in_parallel(load, clips, settings.clips, folder, options)
+    collect_continuations(target, clips, reader, out_folder=folder, **options)
 
 
 def continuations_summary(folder: Path) -> pd.DataFrame:
