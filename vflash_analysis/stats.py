@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -38,16 +39,27 @@ class Interval:
 _NAN = float("nan")
 
 
+@lru_cache(maxsize=16)
 def _resample_counts(
-    strata: np.ndarray, n_samples: int, generator: np.random.Generator
-) -> np.ndarray:
-    """How often each cluster is drawn in each resample, drawn within its stratum. (B, n)"""
-    counts = np.zeros((n_samples, len(strata)))
-    for stratum in sorted(set(strata.tolist())):
-        members = np.flatnonzero(strata == stratum)
-        equal = np.full(len(members), 1 / len(members))
-        counts[:, members] = generator.multinomial(len(members), equal, size=n_samples)
-    return counts
+    groups: tuple[tuple[str, ...], ...], n_samples: int, seed: int
+) -> tuple[np.ndarray, ...]:
+    """How often each cluster is drawn in each resample, drawn within its stratum: (B, n) a group.
+
+    `groups` hold the stratum of every cluster; one generator draws for them in turn. Kept, since
+    most metrics of a table are resampled over the same videos.
+    """
+    generator = np.random.default_rng(seed)
+    found = []
+    for group in groups:
+        strata = np.array(group)
+        counts = np.zeros((n_samples, len(strata)))
+        for stratum in sorted(set(group)):
+            members = np.flatnonzero(strata == stratum)
+            equal = np.full(len(members), 1 / len(members))
+            counts[:, members] = generator.multinomial(len(members), equal, size=n_samples)
+        counts.flags.writeable = False
+        found.append(counts)
+    return tuple(found)
 
 
 def _smallest_stratum(strata: np.ndarray) -> int:
@@ -102,7 +114,7 @@ class Bootstrap:
         value = float(combine(totals.sum(axis=0)))
         if _smallest_stratum(strata) < 2:
             return Interval(value, _NAN, _NAN, len(strata))
-        counts = _resample_counts(strata, self.n_samples, np.random.default_rng(self.seed))
+        (counts,) = _resample_counts((tuple(strata),), self.n_samples, self.seed)
         draws = combine(np.einsum("bn,nk->bk", counts, totals))
         return _percentiles(draws, value, len(strata))
 
@@ -117,7 +129,7 @@ class Bootstrap:
         value = macro({n: float(combine(totals[own].sum(axis=0))) for n, own in members.items()})
         if _smallest_stratum(strata) < 2:
             return Interval(value, _NAN, _NAN, len(strata))
-        counts = _resample_counts(strata, self.n_samples, np.random.default_rng(self.seed))
+        (counts,) = _resample_counts((tuple(strata),), self.n_samples, self.seed)
         per_benchmark = [
             combine(np.einsum("bn,nk->bk", counts[:, own], totals[own])) for own in members.values()
         ]
@@ -149,10 +161,10 @@ class Bootstrap:
         value = float(combine(cells.sum(axis=(0, 1))))
         if _smallest_stratum(strata) < 2:
             return Interval(value, _NAN, _NAN, len(strata))
-        generator = np.random.default_rng(self.seed)
-        videos = _resample_counts(strata, self.n_samples, generator)  # (B, V)
-        crossed = np.zeros(len(seeds), dtype=int)
-        drawn = _resample_counts(crossed, self.n_samples, generator)  # (B, S)
+        one_stratum = ("",) * len(seeds)
+        videos, drawn = _resample_counts(
+            (tuple(strata), one_stratum), self.n_samples, self.seed
+        )  # (B, V), (B, S)
         draws = combine(np.einsum("bs,bv,svk->bk", drawn, videos, cells, optimize=True))
         return _percentiles(draws, value, len(strata))
 
