@@ -238,6 +238,17 @@ def test_the_objectives_figure_has_a_panel_per_data_size(arms):
     assert not drawn["setting"].str.contains("seed|minus").any()
 
 
+@pytest.mark.parametrize(("status", "panels"), [("stored", 2), ("measured", 3)])
+def test_stored_decodes_of_another_machine_share_the_panel_of_a_run(arms, status, panels):
+    """But two machines of one run stand apart, and their panels say which."""
+    others = arms.loc[arms["quantity"] == "accepted_length"]
+    others = others.assign(device="another machine", status=status)
+    figure, _ = objectives_figure(pd.concat([arms, others]))
+    assert len(figure.axes) == panels
+    named = ["another machine" in axis.get_ylabel() for axis in figure.axes]
+    assert sum(named) == (status == "measured")
+
+
 def test_a_plateau_is_drawn_only_where_the_last_doubling_gained_nothing(arms):
     def dotted(frame) -> int:
         figure, _ = objectives_figure(frame)

@@ -28,13 +28,12 @@ from vflash_analysis.results.style import (
 )
 from vflash_analysis.results.tidy import checked, label
 
-# Quantity, words and colour, from the bottom up; "other" stands where its two parts are not known.
+# Quantity, words and colour, from the bottom up.
 _CYCLE = (
     ("verify_ms", "verify", "#0072B2"),
     ("draft_ms", "draft", "#E69F00"),
     ("tree_ms", "tree building", "#009E73"),
     ("bookkeeping_ms", "bookkeeping", "#8C8C8C"),
-    ("other_ms", "other", "#8C8C8C"),
 )
 _CLIP = (
     ("frame_read_ms", "frame reading", "#E3E3E3"),
@@ -207,15 +206,13 @@ def cycle_figure(frame: pd.DataFrame) -> Drawn:
     told, clips = (
         frame.loc[frame["quantity"] == name, "n"] for name in ("cycle_ms", "end_to_end_ms")
     )
-    whole = (frame["quantity"] == "other_ms").any()
     caption = (
         "Above: where a cycle's time goes, and how much of it the forwards alone explain. Below: "
         "reading, vision and prefill are the same for every method, so the end-to-end speed-up is "
         f"the smaller one. Decoded on {devices_text(frame)}; n = {span_text(told)} cycles, "
         f"{span_text(clips)} clips; error bars: 95 % bootstrap over videos. Hatched: draft + verify "
         "measured with random weights on the same machine, at the cycles' mean context; the cost "
-        "model knows no other time."
-        + (" Other: tree, masks, cache moves, recording, not timed apart." if whole else "")
+        "model knows no other time. Bookkeeping: masks, cache moves, recording."
     )
     handles: list[Artist] = [
         Patch(facecolor=tone, edgecolor=tone, label=words)

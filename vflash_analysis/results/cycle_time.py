@@ -28,8 +28,8 @@ def cycle_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.Dat
 
     Rows of setting "" are decoded, with `cycle_ms` their sum; rows of setting "cost model" are the
     forwards of costs measured on the same machine in the same dtype, at the cycles' mean context;
-    the cost model knows no other time. `other_ms` is given as `tree_ms` and `bookkeeping_ms` where
-    every cycle has its `tree_s`. Then mean milliseconds of a clip by part, with `end_to_end_ms`
+    the cost model knows no other time. Time outside both is `bookkeeping_ms`, and `tree_ms` where
+    trees were built. Then mean milliseconds of a clip by part, with `end_to_end_ms`
     their sum, of autoregressive decoding, chain and Tree-60, and these two's macro speed-ups.
     """
     rows: list[Row] = []
@@ -56,11 +56,10 @@ def _cycle_rows(
     origin: Origin, method: str, arm: str, cycles: pd.DataFrame, boot: Bootstrap
 ) -> list[Row]:
     rows = []
-    parts = ["draft", "verify", "other", "total"]
-    if "tree_s" in cycles.columns and cycles["tree_s"].notna().all():
-        cycles = cycles.assign(bookkeeping_s=cycles["other_s"] - cycles["tree_s"])
-        parts[2:3] = ["tree", "bookkeeping"]
-    for part in parts:
+    tree_s = cycles["tree_s"].fillna(0.0)  # none was built where it is null
+    cycles = cycles.assign(tree_s=tree_s, bookkeeping_s=cycles["other_s"] - tree_s)
+    trees = ["tree"] if tree_s.any() else []
+    for part in ("draft", "verify", *trees, "bookkeeping", "total"):
         quantity = "cycle_ms" if part == "total" else f"{part}_ms"
         value = boot.videos(metrics.cycle_ms_parts(cycles, f"{part}_s"), ratio)
         rows.append(origin.row(quantity, value, "ms", len(cycles), method=method, objective=arm))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -145,23 +145,19 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
     lengths = there.loc[there["quantity"].isin(wanted)]
     levels = there.loc[there["quantity"] == "plateau"]
     lines = [
-        (quantity, device, split, words)
+        (quantity, own, ", ".join(filter(None, (words, beside))))
         for quantity, words in _LENGTHS
-        for device, split in _distinct(lengths.loc[lengths["quantity"] == quantity])
-    ] or [(_LENGTHS[0][0], "", "", _LENGTHS[0][1])]
+        for beside, own in _apart(lengths.loc[lengths["quantity"] == quantity])
+    ] or [(_LENGTHS[0][0], lengths, _LENGTHS[0][1])]
     sizes = sorted(set(lengths["clips"]), key=int) or [""]
     figure, axes = new_figure(
         TEXT_WIDTH, 1.1 + 2.0 * len(lines), len(lines), len(sizes), sharex=True, sharey="row"
     )
-    for line, (quantity, device, split, words) in enumerate(lines):
-        row = lengths.loc[
-            (lengths["quantity"] == quantity)
-            & (lengths["device"] == device)
-            & (lengths["split"] == split)
-        ]
+    for line, (quantity, row, words) in enumerate(lines):
+        splits = set(row["split"])
         all_ends = []
         for axis, size in zip(axes[line], sizes, strict=True):
-            own = levels.loc[(levels["clips"] == size) & (levels["split"] == split)]
+            own = levels.loc[(levels["clips"] == size) & levels["split"].isin(splits)]
             level = dict(zip(own["objective"], own["value"].astype(float), strict=True))
             level = level if quantity == _LENGTHS[0][0] else {}
             rows = row.loc[row["clips"] == size]
@@ -173,7 +169,7 @@ def objectives_figure(frame: pd.DataFrame, arms: Sequence[str] = ARM_ORDER) -> D
             low, high = axes[line, -1].get_ylim()
             right = 1.12 * axes[line, -1].get_xlim()[1]
             _label_ends(axes[line, -1], all_ends[-1], 0.115 * (high - low), right)
-        axes[line, 0].set_ylabel(words + (f", {split}" if split else ""))
+        axes[line, 0].set_ylabel(words)
     for axis, size in zip(axes[0], sizes, strict=True):
         axis.set_title(f"{size} training clips" if size else "no training data")
     for axis in axes[-1]:
@@ -210,8 +206,17 @@ def _seeds_text(frame: pd.DataFrame, quantities: Sequence[str]) -> str:
     return span_text(own.groupby(point)["seed"].nunique())
 
 
-def _distinct(rows: pd.DataFrame) -> list[tuple[str, str]]:
-    return sorted({(str(d), str(s)) for d, s in zip(rows["device"], rows["split"], strict=True)})
+def _apart(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Rows that may share a panel, and what tells them from the other panels' rows.
+
+    Stored rows may be of another device than a run's; two devices of one run stand apart.
+    """
+    for split, own in rows.groupby("split", sort=True):
+        if own.groupby("status")["device"].nunique().max() == 1:
+            yield str(split), own
+            continue
+        for device, part in own.groupby("device", sort=True):
+            yield "\n".join(filter(None, (str(split), str(device)))), part
 
 
 def _draw_compute_lines(
