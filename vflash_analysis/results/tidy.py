@@ -219,9 +219,21 @@ SETTING_NAMES: Mapping[str, str] = {
     "target": "{}",
     "note": "{}",
     "input": "{}",
+    "phase": "in {}",
+    "share": "{} of visual positions",
     "mtp": "MTP {}",
     "ivsb": "IVSB {}",
     "vata": "VATA {}",
+}
+
+
+# Where printed numbers come from, as a caption names it; other sources as they stand.
+SOURCE_NAMES: Mapping[str, str] = {
+    "vflash_fm_page": "the VFlash-FM page",
+    "parallelvlm_and_related": "ParallelVLM's abstract and its neighbours'",
+    "sparrow_lvspec_parallelvlm_mmspec": "the papers of SPARROW, LVSpec and MMSpec",
+    "nvidia_h100_datasheet": "NVIDIA's data sheet",
+    **{f"sparrow table {number}": f"SPARROW, table {number}" for number in (1, 4, 5, 6, 7)},
 }
 
 
@@ -231,6 +243,8 @@ def setting_words(text: str) -> str:
     for key, value in parse_setting(text).items():
         key, value = key.strip(), value.strip()
         number = f"{int(value):,}" if value.isdigit() and value != key else value
+        if key == "share":
+            number = f"{100 * float(value):g} %"
         plain = value if value == key else f"{key} {number}"
         words.append(SETTING_NAMES.get(key, plain.replace("{", "{{")).format(number))
     return ", ".join(words)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import write_text_atomic
-from vflash_analysis.results.tidy import label, write_tidy_csv
+from vflash_analysis.results.tidy import SOURCE_NAMES, label, write_tidy_csv
 
 NO_VALUE = "–"
 _LATEX = {
@@ -88,7 +88,10 @@ def places(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
     pairs = list(zip(frame["device"], frame["source"], strict=True))
     found = list(dict.fromkeys(pair for pair in pairs if pair[0]))
     letters = dict(zip(found, string.ascii_uppercase[: len(found)], strict=True))
-    names = "; ".join(f"{letter}: {', '.join(pair)}" for pair, letter in letters.items())
+    names = "; ".join(
+        f"{letter}: {device}, {SOURCE_NAMES.get(source, source)}"
+        for (device, source), letter in letters.items()
+    )
     told = f"Where: {names}." if names else ""
     return frame.assign(where=[letters.get(pair, "") for pair in pairs]), told
 
