@@ -147,8 +147,31 @@ def slim_training(found: Records) -> pd.DataFrame:
     return log.loc[decode | (log["setting"] == VALIDATION) | last]
 
 
+def slim_study(name: str, found: Records) -> dict[Schema, pd.DataFrame]:
+    """What is tracked of a study, by table: what its tables need.
+
+    No anchors; of the training log the last logged step; of the cycles' drafts, in the study of
+    design choices, those of Tree-60 and the drafter as the profile has them, on the clips that
+    `slim` keeps.
+    """
+    frames = {schema: getattr(found, schema.name) for schema in TABLES}
+    log, cycles = found.training, slim(found.generations, found.cycles)
+    log = log.loc[log["setting"] == ""]
+    last = log["step"] == log.groupby("drafter_sha256")["step"].transform("max")
+    whole = set(log.loc[log["variant"] == "", "drafter_sha256"]) if name == "design" else set()
+    own = (cycles["method"] == "tree60") & (cycles["setting"] == "")
+    own &= cycles["drafter_sha256"].isin(whole)
+    bare = {c: cycles[c].where(own, None).astype(object) for c in CYCLE_DETAIL}
+    ids = cycles["draft_token_ids"].where(own & cycles["draft_parents"].notna(), None)
+    return frames | {
+        CYCLES: cycles.assign(**bare, draft_token_ids=ids.astype(object)),
+        ANCHORS: found.anchors.iloc[:0],
+        TRAINING: log.loc[last],
+    }
+
+
 def slimmed(found: Records) -> dict[Schema, pd.DataFrame]:
-    """What is tracked of records, by table."""
+    """What is tracked of a run's records, by table."""
     frames = {schema: getattr(found, schema.name) for schema in TABLES}
     return frames | {
         CYCLES: slim(found.generations, found.cycles),
@@ -322,7 +345,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
     written = []
     shutil.rmtree(drafts, ignore_errors=True)
     for place, part in parts.items():
-        for schema, frame in slimmed(part).items():
+        for schema, frame in (slim_study(place, part) if place else slimmed(part)).items():
             if len(frame) or not place:
                 records.write_records(drafts / place / f"{schema.name}.parquet", frame, schema)
     kept = [paths.TRACKED_RECORDS / name for name in STUDIES if name not in measured]

@@ -15,6 +15,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,14 @@ def write_records(path: str | Path, rows: Rows, schema: Schema) -> int:
     """Writes rows as Parquet (temporary file, then rename) and returns the number of rows."""
     path = Path(path)
     table = to_table(rows, schema, str(path))
-    replace_atomically(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+    times = [field.name for field in schema.arrow if pa.types.is_float64(field.type)]
+    others = [name for name in schema.columns if name not in times]
+    # Measured numbers hardly repeat; a byte of each after another compresses by a quarter more.
+    save = partial(
+        pq.write_table, table, compression="zstd", use_dictionary=others,
+        use_byte_stream_split=times,
+    )  # fmt: skip
+    replace_atomically(path, save)
     return table.num_rows
 
 

@@ -40,20 +40,28 @@ def test_f10_sets_decoded_cycles_beside_the_predicted_ones():
         ]
         return float(rows["value"].iloc[0])
 
-    names = {"draft_s": "draft_ms", "verify_s": "verify_ms", "other_s": "bookkeeping_ms"}
-    for column, quantity in names.items():
-        assert of(quantity, "") == pytest.approx(1000 * chain[column].mean(), rel=1e-5)
-    parts = sum(of(quantity, "") for quantity in names.values())
-    assert of("cycle_ms", "") == pytest.approx(parts, rel=1e-5)
+    # Projecting a prompt takes 2 ms, once a text, within the draft of its first cycle.
+    first = (chain["cycle"] == 0).mean()
+    assert of("context_projection_ms", "") == pytest.approx(2 * first, rel=1e-5)
+    assert of("draft_ms", "") == pytest.approx(1000 * chain["draft_s"].mean() - 2 * first, rel=1e-5)
+    assert of("verify_ms", "") == pytest.approx(1000 * chain["verify_s"].mean(), rel=1e-5)
+    assert of("bookkeeping_ms", "") == pytest.approx(1000 * chain["other_s"].mean(), rel=1e-5)
+    whole = 1000 * (chain["draft_s"] + chain["verify_s"] + chain["other_s"]).mean()
+    assert of("cycle_ms", "") == pytest.approx(whole, rel=1e-5)
+    assert not ((frame["method"] == "ar") & (frame["quantity"] == "context_projection_ms")).any()
     context = chain["start_position"].mean() / 1000  # of a thousand tokens
     assert of("verify_ms", PREDICTED) == pytest.approx(8 + 2 * context, rel=1e-5)
     assert of("draft_ms", PREDICTED) == pytest.approx(2 + context, rel=1e-5)
+    prompt = records.generations["prompt_tokens"].mean() / 1000
+    projected = 10 * prompt * first
+    assert of("context_projection_ms", PREDICTED) == pytest.approx(projected, rel=1e-5)
     figure, drawn = cycle_figure(frame)
     pd.testing.assert_frame_equal(drawn, frame)
     bars = [p for p in figure.axes[0].patches if isinstance(p, Rectangle)]
     hatched = [bar for bar in bars if bar.get_hatch()]
-    assert len(hatched) == 3  # AR's verify; draft and verify of the chain
-    assert sum(bar.get_height() for bar in hatched[1:]) == pytest.approx(10 + 3 * context, rel=1e-5)
+    assert len(hatched) == 4  # AR's verify; verify, draft and projection of the chain
+    whole = 10 + 3 * context + projected
+    assert sum(bar.get_height() for bar in hatched[1:]) == pytest.approx(whole, rel=1e-5)
 
 
 def test_f10_predicts_nothing_from_another_machine_s_costs():
@@ -86,8 +94,8 @@ def test_f10_splits_the_other_time_where_trees_were_built():
         return [text.get_text() for text in figure.legends[0].get_texts()]
 
     half = records.cycles["other_s"] / 2
-    assert with_tree(half)[2:] == ["tree building", "bookkeeping", "cost model"]
-    assert with_tree(None)[2:] == ["bookkeeping", "cost model"]
+    assert with_tree(half)[3:] == ["tree building", "bookkeeping", "cost model"]
+    assert with_tree(None)[3:] == ["bookkeeping", "cost model"]
 
 
 def test_f10_shows_what_the_speed_up_is_end_to_end():

@@ -289,7 +289,8 @@ def cost_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
         "page's row is its AR time per token on four demo clips. Limit: bytes a forward must read "
         "over copy bandwidth; caches can beat it. "
         f"Speed-up: accepted length × AR / (draft + verify), at the decoded length ({told}; suites "
-        "pooled, where T2's macro is their mean), an assumption for any other target. "
+        "pooled, where T2's macro is their mean), an assumption for any other target; the context "
+        "projection, once a text, is not in it. "
         f"{where}"
     )
     return Table(T10, "T10 Cost model", caption, frame, _sections(lettered))

@@ -32,6 +32,7 @@ from vflash_analysis.results.tidy import checked, label
 _CYCLE = (
     ("verify_ms", "verify", "#0072B2"),
     ("draft_ms", "draft", "#E69F00"),
+    ("context_projection_ms", "prompt projection", "#CC79A7"),
     ("tree_ms", "tree building", "#009E73"),
     ("bookkeeping_ms", "bookkeeping", "#8C8C8C"),
 )
@@ -210,9 +211,10 @@ def cycle_figure(frame: pd.DataFrame) -> Drawn:
         "Above: where a cycle's time goes, and how much of it the forwards alone explain. Below: "
         "reading, vision and prefill are the same for every method, so the end-to-end speed-up is "
         f"the smaller one. Decoded on {devices_text(frame)}; n = {span_text(told)} cycles, "
-        f"{span_text(clips)} clips; error bars: 95 % bootstrap over videos. Hatched: draft + verify "
-        "measured with random weights on the same machine, at the cycles' mean context; the cost "
-        "model knows no other time. Bookkeeping: masks, cache moves, recording."
+        f"{span_text(clips)} clips; error bars: 95 % bootstrap over videos. Hatched: the same "
+        "forwards measured alone with random weights on this machine, at the cycles' mean context; "
+        "the cost model knows no other time. Prompt projection: once a text, spread over its "
+        "cycles. Bookkeeping: masks, cache moves, recording."
     )
     handles: list[Artist] = [
         Patch(facecolor=tone, edgecolor=tone, label=words)

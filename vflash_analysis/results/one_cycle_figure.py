@@ -164,7 +164,7 @@ def _plain(sheet: _Sheet, rows: pd.DataFrame) -> None:
     n = len(rows)
     sheet.say("Autoregressive: one target forward per token", size=8.5, fontweight="bold")
     if rows.empty:
-        sheet.say("no cycles of plain decoding in the records", color=QUIET)
+        sheet.say("the records hold no plain decoding of these tokens", color=QUIET)
         return
     for column, ms in enumerate(rows["value"], 1):
         sheet.box(column, f"{ms:.1f}", Fate("#e9e9e9", "#595959"))
@@ -182,11 +182,15 @@ def _plain(sheet: _Sheet, rows: pd.DataFrame) -> None:
     )
 
 
-def _machine(sheet: _Sheet, context: float, draft_ms: float) -> None:
-    """From the cached context to the drafter."""
+def _machine(sheet: _Sheet, value: Mapping[str, float]) -> None:
+    """From the cached context to the drafter; the first cycle projects the whole prompt."""
+    projected = "projector: keys, values"
+    if "context_projection_ms" in value:
+        projected = f"projector: {value['context_projection_ms']:.1f} ms"
+    context, draft_ms = value["context_tokens"], value["draft_ms"]
     parts = (
         (f"the target's hidden states of {context:,.0f} positions, cached", 3.05),
-        ("projector: keys, values", 1.4),
+        (projected, 1.4),
         (f"drafter: one forward, {draft_ms:.1f} ms", 1.75),
     )
     x = LEFT + 0.03
@@ -294,7 +298,7 @@ def one_cycle_figure(frame: pd.DataFrame) -> Drawn:
         f"{label(which['method'])}: one drafter forward and one target forward",
         size=8.5, fontweight="bold",
     )  # fmt: skip
-    _machine(sheet, value["context_tokens"], value["draft_ms"])
+    _machine(sheet, value)
     drafts = _drafts_of(by)
     anchor = _keys(by["context_tokens"])[0]["anchor"]
     sheet.box(0, boxed(unpacked(anchor)), ANCHOR)

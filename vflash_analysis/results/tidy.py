@@ -109,6 +109,7 @@ QUANTITIES: Mapping[str, str] = {
     "verify_ms": "verify time per cycle",
     "other_share": "share of other time",
     "other_ms": "other time per cycle",
+    "context_projection_ms": "projection of the prompt, per cycle",
     "tree_ms": "tree building per cycle",
     "bookkeeping_ms": "bookkeeping per cycle",
     "frame_read_ms": "frame reading per clip",
