@@ -22,7 +22,8 @@ BLOCK_SIZE = 16  # most slots of a block: the anchor and 15 masks
 TREE_NODES = 60  # of `tree60`, the anchor not counted
 SHOWN_CLIPS = 4  # of a suite and sample seed: kept with strips and every detail of their cycles
 VERIFY_ROWS = 1 + TREE_NODES  # the most rows one verify appends
-STUDIES = ("lengths", "design")  # decodes that are never pooled with a run's others
+# Decodes that are never pooled with a run's others.
+LENGTHS_STUDY, DESIGN_STUDY = STUDIES = ("lengths", "design")
 # Name of the paper's target; its "-chat-hf" variant is another one.
 PAPER_TARGET = "llava-onevision-qwen2-7b-ov-hf"
 

@@ -205,6 +205,14 @@ def generation_row(
     return row | changes
 
 
+def failed_row(row: dict[str, object]) -> dict[str, object]:
+    """The row of the same decode where its clip was damaged: nothing is measured."""
+    kept = {field.name for field in GENERATIONS.arrow if not field.nullable}
+    kept |= {"drafter", "objective", "train_seed", "frames_requested"}
+    identity = {name: value for name, value in row.items() if name in kept}
+    return blank_row(GENERATIONS) | identity | {"status": "failed", "reason": "damaged"}
+
+
 def cycle_row(row: dict[str, object], number: int) -> dict[str, object]:
     """A CYCLES row under its generation's key; an AR cycle commits one token."""
     keys = {key: row[key] for key in ROW_KEY}

@@ -5,8 +5,9 @@ import math
 import pandas as pd
 import pytest
 
-from tests.results.synthetic import decode_rows, generation_row, records_of
+from tests.results.synthetic import decode_rows, failed_row, generation_row, records_of
 from vflash_analysis.errors import InputError
+from vflash_analysis.metrics import ratio
 from vflash_analysis.records import blank_row
 from vflash_analysis.results.beside import beside_paper_table
 from vflash_analysis.results.sources import records_from_frames
@@ -14,6 +15,9 @@ from vflash_analysis.results.tables import (
     accepted_length_table,
     is_comparable,
     lossless_table,
+    over_words,
+    overall,
+    planned_suites,
     speedup_rows,
     speedup_table,
 )
@@ -146,6 +150,50 @@ def test_a_missing_suite_leaves_the_macro_mean_missing():
         row = pick(ours, quantity="decode_speedup", benchmark=benchmark)
         assert row["status"] == "missing" and math.isnan(row["value"])
     assert pick(ours, quantity="decode_speedup", benchmark="VDC")["value"] == 4
+
+
+def parts_of(**suites: tuple[float, float]) -> pd.DataFrame:
+    """Parts of a ratio: the sums of each suite, in two equal clips."""
+    rows = []
+    for name, (p0, p1) in suites.items():
+        for clip in (f"{name}-0", f"{name}-1"):
+            place = {"benchmark": name, "video": clip, "clip_id": clip, "sample_seed": 0}
+            rows.append(place | {"p0": p0 / 2, "p1": p1 / 2})
+    return pd.DataFrame(rows)
+
+
+FIVE = {"VDC": (6.0, 2.0), "Video-MME": (2.0, 2.0), "MVBench": (4.0, 2.0), "MLVU": (2.0, 4.0),
+        "LVB": (1.0, 2.0)}  # fmt: skip
+SOME = {name: FIVE[name] for name in ("VDC", "MLVU", "LVB")}
+ONE = {"MLVU": FIVE["MLVU"]}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "of", "value", "words"),
+    [
+        (FIVE, "macro", (3 + 1 + 2 + 0.5 + 0.5) / 5, "mean over suites"),
+        (SOME, "pooled", 9 / 8, "the clips of VDC, MLVU, LVB pooled, no mean over suites"),
+        (ONE, "MLVU", 0.5, "MLVU alone"),
+    ],
+)
+def test_one_value_over_all_suites_and_none_where_a_chosen_one_has_none(chosen, of, value, words):
+    suites = tuple(chosen)
+    suite, found = overall(parts_of(**chosen), ratio, FEW, suites)
+    assert (suite, found.value, found.n) == (of, pytest.approx(value), 2 * len(suites))
+    assert over_words(suites) == words
+    left = {name: sums for name, sums in chosen.items() if name != "MLVU"}
+    absent = parts_of(**left) if left else parts_of(**chosen).iloc[:0]
+    undefined = parts_of(**chosen | {"MLVU": (0.0, 0.0)})
+    for parts in (absent, undefined):
+        suite, found = overall(parts, ratio, FEW, suites)
+        assert suite == of and math.isnan(found.value) and math.isnan(found.low)
+
+
+def test_a_run_chose_the_suites_that_it_tried():
+    rows = [row for row in two_clips_a_suite() if row["benchmark"] in ("LVB", "VDC", "MLVU")]
+    rows = [failed_row(row) if row["benchmark"] == "MLVU" else row for row in rows]
+    rows.append(decode("ar", "x", "MVBench", warmup=True, repeat=-1))
+    assert planned_suites(records_of(pd.DataFrame(rows))) == ("VDC", "MLVU", "LVB")
 
 
 def test_case_123_two_devices_give_two_rows_and_never_a_mean():

@@ -29,13 +29,11 @@ from vflash_analysis.environment import device_label
 from vflash_analysis.model.drafter import drafter_config, new_drafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import blank_row, read_records, write_records
-from vflash_analysis.schemas import CYCLES, GENERATIONS, MEASURES, NO_LAYER
+from vflash_analysis.schemas import CYCLES, GENERATIONS, LENGTHS_STUDY, MEASURES, NO_LAYER
 from vflash_analysis.training import pipeline
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.continuations import JoinedContinuations
 from vflash_analysis.training.loop import train
-
-STUDY = "lengths"
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def decode(study: Study, run_id: str) -> None:
     """
     settings = study.settings
     methods = dataclasses.replace(settings.decode, methods=settings.lengths.methods)
-    drafter = {STUDY: study.folder / "trained" / "drafter"}
+    drafter = {LENGTHS_STUDY: study.folder / "trained" / "drafter"}
     with open_reader(settings.clips) as reader:
         for count in settings.lengths.num_frames:
             print(f"{count} frames:", flush=True)
@@ -168,7 +166,7 @@ def score(study: Study, run_id: str) -> None:
         "target_sha256": study.target.source_sha256,
         "device": device_label(study.target.device),
         "dtype": study.settings.target.dtype,
-        "study": STUDY,
+        "study": LENGTHS_STUDY,
         "layer": NO_LAYER,
     }
     found = []

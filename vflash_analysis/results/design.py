@@ -25,104 +25,173 @@ from vflash_analysis.results.sources import (
     drafter_facts,
     per_clip,
 )
-from vflash_analysis.results.tables import baseline, by_benchmark, cycles_of, overall
+from vflash_analysis.results.tables import (
+    baseline,
+    by_benchmark,
+    cycles_of,
+    over_words,
+    overall,
+    planned_suites,
+)
 from vflash_analysis.results.tidy import (
     BENCHMARK_ORDER,
     MISSING,
     Origin,
+    in_order,
     label,
     parse_setting,
     setting_text,
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, cell_text, pivot, places, titled
-from vflash_analysis.schemas import BLOCK_SIZE, TREE_NODES, VFLASH_METHODS
+from vflash_analysis.schemas import BLOCK_SIZE, DESIGN_STUDY, TREE_NODES, VFLASH_METHODS
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
-STUDY = "design"
 SHARES = ("1", "0.5", "0.125", "0")
 RECALL_AT = (1, 2, 4, 8)
-PROFILE = "profile"  # the value of the profile's own drafter
+PROFILE = "profile"  # the value of the profile's own drafter, where no record tells it
 Row = dict[str, Any]
+Options = dict[str, str]  # value by option, as `_OPTIONS` names them
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One decode of the study: what was changed, how it decodes, and its rows.
+    """The decodes of a method that change the same thing, or nothing.
 
     Attributes:
-        name: of what was changed, "" for nothing.
-        value: what it was changed to.
+        name: of what was changed, "" for nothing; " + " stands between what was changed at once.
+        value: what it was changed to, in the same form.
         method: as the records have it.
-        trained: whether the drafter was trained anew.
-        rows: its generations.
+        options: what the decodes' setting says of every option (`_options_of`).
+        rows: their generations.
     """
 
     name: str
     value: str
     method: str
-    trained: bool
+    options: Options
     rows: pd.DataFrame
 
 
-def _choice_of(method: str, setting: str, variant: str) -> tuple[str, str]:
-    """What a decode changes: name and value."""
+# Options of a decode: what they are called, and what holds where a setting does not name them.
+SHARE, BLOCK = "visual share read", "slots of a block"
+_OPTIONS = {
+    "nodes": ("tree nodes", str(TREE_NODES)),
+    "spine_first": ("spine first", "no"),
+    "rounds": ("reveal rounds", "1"),
+    "block": (BLOCK, PROFILE),
+    "context": (SHARE, PROFILE),
+    "unbanned": ("unbanned", "no"),
+}
+_DEFAULTS: Options = dict(_OPTIONS.values())
+_AND = " + "
+# What T7 shows, in order; what else is changed follows under its own name.
+_TITLES = {
+    "tree nodes": "nodes of the tree",
+    "spine first": "the whole chain first in the tree",
+    "reveal rounds": "drafter forwards for a block",
+    BLOCK: "block decoded by the profile's own drafter (slots, the anchor's among them)",
+    "block_size": "block size, drafter trained anew",
+    "num_hidden_layers": "layers of the drafter, trained anew",
+    "num_tapped_layers": "tapped layers of the target, drafter trained anew",
+    "gamma": "slot weights' γ, drafter trained anew",
+}
+# What T6 shows: the share read by the same drafter, and by drafters trained anew.
+_PHASES = {SHARE: "inference", "context": "training"}
+
+
+def _share(value: str) -> str:
+    """A share of visual positions as a number: "all" is 1, "text_only" 0."""
+    return f"{float({'all': '1', 'text_only': '0'}.get(value, value)):g}"
+
+
+def _options_of(setting: str, block: str) -> Options:
+    """What a decode's setting says of every option; `block`: that its drafter was trained on."""
+    found = {**_DEFAULTS, BLOCK: block}
+    for key, value in parse_setting(setting.replace(",", ";")).items():
+        name, _ = _OPTIONS.get(key, (key, ""))
+        if key == "context":
+            value = _share(value)
+        found[name] = "yes" if value == key else value
+    return found
+
+
+def _own_options(decodes: Sequence[Options], default: Options) -> Options:
+    """The profile's own options among a method's decodes.
+
+    One thing is changed at a time, and drafters trained anew decode as the profile says: so its
+    own options are those that differ least from all others. Of several, the default; else the
+    first.
+    """
+
+    def distance(one: Options) -> tuple[int, bool]:
+        return sum(len(one.items() - other.items()) for other in decodes), one != default
+
+    return min(decodes, key=distance)
+
+
+def _choice_of(options: Options, own: Options, variant: str) -> tuple[str, str]:
+    """What a decode changes: name and value.
+
+    Args:
+        options: its own.
+        own: the profile's.
+        variant: the setting in which its drafter differs from the profile's, "" for none.
+    """
+    changed: Options = {}
     if variant:
-        name, _, value = variant.partition("=")
-        name = name.partition(".")[2]
-        return name, {"text_only": "0"}.get(value, value)
-    if not setting:
-        return "", ""
-    name, _, value = setting.partition("=")
-    return {
-        "nodes": "tree nodes",
-        "spine_first": "spine first",
-        "rounds": "reveal rounds",
-        "block": "slots of a block",
-        "context": "visual share read",
-    }.get(name, name), {"": "yes", "text_only": "0"}.get(value, value)
+        setting, _, value = variant.partition("=")
+        name = setting.partition(".")[2]
+        value = _share(value) if name == "context" else value
+        changed[name if name in (*_TITLES, *_PHASES) else setting] = value
+    names = dict.fromkeys([*own, *options])
+    values = {name: options.get(name, PROFILE) for name in names}
+    changed |= {n: v for n, v in values.items() if v != own.get(n, PROFILE)}
+    return _AND.join(changed), _AND.join(changed.values())
 
 
-# What the profile's own drafter and settings stand for beside each changed one.
-_BASE = {
-    "tree nodes": str(TREE_NODES),
-    "spine first": "no",
-    "reveal rounds": "1",
-    "slots of a block": str(BLOCK_SIZE),
-    "visual share read": "1",
-    "context": "1",
-}
-# Which methods a change of decoding concerns.
-_OF_METHOD = {
-    "tree nodes": ("tree60",),
-    "spine first": ("tree60",),
-    "reveal rounds": ("chain",),
-    "slots of a block": ("chain",),
-}
-_ORDER = (
-    "tree nodes", "spine first", "reveal rounds", "slots of a block", "block_size",
-    "num_hidden_layers", "num_tapped_layers", "gamma",
-)  # fmt: skip
+def _block_of(study: Records, drafters: set[str]) -> str:
+    """Slots of the blocks that drafters were trained on, `PROFILE` where no record tells it."""
+    log = study.training.loc[study.training["drafter_sha256"].isin(drafters)]
+    n_slots = max((len(slots) for slots in log["slot_accuracy"].dropna()), default=0)
+    return str(1 + n_slots) if n_slots else PROFILE
 
 
 def choices(group: DecodeGroup, study: Records) -> list[Choice]:
-    """Every decode of a group that drafts."""
+    """Every decode of a group that drafts; what two settings say alike is one choice."""
     facts = drafter_facts(study)
     variants = dict(zip(facts["drafter_sha256"], facts["variant"], strict=True))
-    found = []
-    own = group.rows.loc[group.rows["method"].isin(VFLASH_METHODS)]
-    for (method, setting, drafter), rows in own.groupby(
-        ["method", "setting", "drafter_sha256"], sort=False
-    ):
-        variant = str(variants.get(drafter, ""))
-        name, value = _choice_of(str(method), str(setting), variant)
-        found.append(Choice(name, value, str(method), bool(variant), rows))
-    return found
+    drafting = group.rows.loc[group.rows["method"].isin(VFLASH_METHODS)]
+    own_drafters = {d for d in set(drafting["drafter_sha256"]) if not variants.get(d, "")}
+    block = _block_of(study, own_drafters)
+    keys = ["method", "setting", "drafter_sha256"]
+    decodes = [
+        (str(method), _options_of(str(setting), block), str(variants.get(drafter, "")), rows)
+        for (method, setting, drafter), rows in drafting.groupby(keys, sort=False)
+    ]
+    by_method: dict[str, list[Options]] = {}
+    for method, options, _, _ in decodes:
+        by_method.setdefault(method, []).append(options)
+    default = _options_of("", block)
+    own = {method: _own_options(of_it, default) for method, of_it in by_method.items()}
+    found: dict[tuple[str, str, str], Choice] = {}
+    for method, options, variant, rows in decodes:
+        name, value = _choice_of(options, own[method], variant)
+        before = found.get((name, value, method))
+        both = rows if before is None else pd.concat([before.rows, rows])
+        found[name, value, method] = Choice(name, value, method, options, both)
+    return list(found.values())
 
 
 def _base_of(choice: Choice, found: Sequence[Choice]) -> Choice | None:
     """The profile's own decode by the same method."""
     return next((c for c in found if not c.name and c.method == choice.method), None)
+
+
+def _as_base(name: str, own: Choice) -> Choice:
+    """The profile's own decode where `name` is changed, with the value that it has there."""
+    values = [own.options.get(part, PROFILE) for part in name.split(_AND)]
+    return replace(own, name=name, value=_AND.join(values))
 
 
 def paired_parts(own: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
@@ -135,38 +204,63 @@ def paired_parts(own: pd.DataFrame, base: pd.DataFrame) -> pd.DataFrame:
 
 
 # ---- T6 ---------------------------------------------------------------------------------------
-_PHASES = {"visual share read": "inference", "context": "training"}
+def _in_t6(choice: Choice) -> bool:
+    """Whether T6 has a choice: of the share read alone, by its chain (trained anew: for both)."""
+    return choice.name == "context" or (choice.name, choice.method) == (SHARE, "chain")
+
+
+def _own_share(base: Choice, found: Sequence[Choice]) -> str | None:
+    """Share that the profile's own chain reads, None where it is not known.
+
+    No record tells what its drafter was trained on: all positions, which is the default, unless
+    reading all of them is itself one of the changes.
+    """
+    if base.options[SHARE] != PROFILE:
+        return base.options[SHARE]
+    return None if any(c.name in _PHASES and c.value == "1" for c in found) else "1"
 
 
 def share_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
-    """Accepted length of the chain by share of visual positions read, in training and decoding."""
-    study = records.study(STUDY)
+    """T6's rows: accepted length of the chain by share of visual positions read.
+
+    accepted_length: tau = sum(new_tokens - 1) / sum(verify_calls), tokens per verify call, by suite
+    and macro. paired_difference: that tau minus the profile's own chain's over the clips that both
+    decoded, see `overall`; n counts these clips. `setting` is the phase in which the share was
+    changed and the share, 0 to 1, which is left out where it is not known.
+
+    Args:
+        item: the table's.
+        records: the run's, with its studies.
+        boot: for intervals.
+
+    Returns:
+        Missing rows for SHARES where the study was not measured.
+
+    Raises:
+        InputError: an unknown suite, or decodes that must not be pooled (`decode_groups`).
+    """
+    study = records.study(DESIGN_STUDY)
+    suites = planned_suites(study)
     rows: list[Row] = []
     for group in decode_groups(study):
         origin = group.origin(item, study)
         found = [c for c in choices(group, study) if c.method == "chain"]
         base = next((c for c in found if not c.name), None)
         for name, phase in _PHASES.items():
-            of_phase = [c for c in found if c.name == name]
-            if base is not None and of_phase:
-                of_phase.insert(0, replace(base, name=name, value="1"))
-            for choice in of_phase:
-                setting = setting_text(phase=phase, share=choice.value)
+            changed = [c for c in found if c.name == name]
+            told: list[tuple[str | None, Choice]] = [(c.value, c) for c in changed]
+            if base is not None and changed:
+                told.insert(0, (_own_share(base, found), base))
+            for share, choice in told:
+                setting = setting_text(phase=phase, share=share)
+                parts = metrics.accepted_length_parts(choice.rows)
                 rows += by_benchmark(
-                    origin,
-                    "accepted_length",
-                    "tokens",
-                    metrics.accepted_length_parts(choice.rows),
-                    ratio,
-                    boot,
-                    "chain",
-                    setting=setting,
+                    origin, "accepted_length", "tokens", parts, ratio, boot, "chain", "", setting
                 )
-                if base is not None and choice.value != "1":
-                    suite, value = overall(
-                        paired_parts(choice.rows, base.rows), difference_of_ratios, boot
-                    )
-                    n = count_clips(choice.rows)
+                if base is not None and choice is not base:
+                    parts = paired_parts(choice.rows, base.rows)
+                    suite, value = overall(parts, difference_of_ratios, boot, suites)
+                    n = count_clips(parts)
                     rows.append(
                         origin.row(
                             "paired_difference", value, "tokens", n, suite, "chain", "", setting
@@ -185,6 +279,10 @@ def share_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
     return rows
 
 
+def _share_words(key: dict[str, str]) -> str:
+    return f"{100 * float(key['share']):g} %" if "share" in key else "the profile's own"
+
+
 def share_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
     """T6: accepted length by the share of visual positions that the drafter reads."""
     item = "T6_visual_share"
@@ -192,8 +290,7 @@ def share_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
     lettered, where = places(frame)
     keys = [parse_setting(text) for text in lettered["setting"]]
     lettered = lettered.assign(
-        phase=[key["phase"] for key in keys],
-        share=[f"{100 * float(key['share']):g} %" for key in keys],
+        phase=[key["phase"] for key in keys], share=[_share_words(key) for key in keys]
     )
     names = [
         ("method", "method"), ("phase", "changed in"), ("share", "visual read"), ("where", "where"),
@@ -208,14 +305,16 @@ def share_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table:
     paired = lettered.loc[lettered["quantity"] == "paired_difference"]
     if not paired.empty:
         columns = tuple(dict.fromkeys(paired["benchmark"]))
-        title = "accepted length, minus that with all visual positions, paired by clip (tokens)"
+        title = "accepted length, minus that of the profile's own drafter, paired by clip (tokens)"
         sections.append(pivot(paired, title, names, "benchmark", columns))
+    over = over_words(planned_suites(records.study(DESIGN_STUDY)))
     caption = (
-        f"{records.not_measured(STUDY)} Accepted length of the chain when the drafter reads the "
-        "target's states at only a share of the visual positions, evenly spaced, beside all text "
-        "positions. In training: a drafter trained and decoded so, one training seed each. In "
-        "inference: the drafter that was trained on all of them. The target reads everything always. Parentheses: clips. Published: "
-        f"SPARROW's tables 1 and 7, other targets. {boot.caption()} {where}"
+        f"{records.not_measured(DESIGN_STUDY)} Accepted length of the chain when the drafter reads "
+        "the target's states at only a share of the visual positions, evenly spaced, beside all "
+        "text positions. In training: a drafter trained and decoded so, one training seed each. In "
+        "inference: the profile's own drafter, trained on the share that drafter.context sets (all "
+        "by default). The target reads everything always. Parentheses: clips. Paired differences: "
+        f"{over}. Published: SPARROW's tables 1 and 7, other targets. {boot.caption()} {where}"
     )
     title = "T6 Share of visual positions that the drafter reads"
     return Table(item, title, caption.strip(), frame, tuple(sections))
@@ -233,7 +332,7 @@ def _measured(
         ("draft_ms", "ms", metrics.cycle_ms_parts(cycles, "draft_s"), ratio),
         ("verify_ms", "ms", metrics.cycle_ms_parts(cycles, "verify_s"), ratio),
     ]
-    if base is not None and base is not choice:
+    if base is not None:
         parts = paired_parts(choice.rows, base.rows)
         found.append(("paired_difference", "tokens", parts, difference_of_ratios))
     return found
@@ -259,15 +358,18 @@ def _training_rows(origin: Origin, study: Records, choice: Choice, setting: str)
 def _quality_rows(
     origin: Origin, group: DecodeGroup, found: list[Choice], boot: Bootstrap
 ) -> list[Row]:
-    """The trees of the profile's own drafter."""
+    """The trees of the profile's own drafter, all clips pooled, by `tree_quality`'s formulas."""
     own = next((c for c in found if not c.name and c.method == "tree60"), None)
-    cycles = None if own is None else tree_quality.kept(cycles_of(group, own.rows))
-    if cycles is None or cycles.empty:
+    if own is None:
+        return []
+    cycles = tree_quality.kept(cycles_of(group, own.rows))
+    if cycles.empty:
         return []
     predicted, observed = tree_quality.length_parts(cycles)
+    block = own.options[BLOCK]
     wanted = [
         ("recall", f"slot={slot};k={k}", tree_quality.recall_parts(cycles, slot, k), "share")
-        for slot in range(1, BLOCK_SIZE)
+        for slot in range(1, BLOCK_SIZE if block == PROFILE else int(block))
         for k in RECALL_AT
     ]
     wanted += [
@@ -294,13 +396,32 @@ def _quality_rows(
 
 
 def design_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
-    """T7's rows: every choice with what it is compared with, and the trees' quality."""
-    study = records.study(STUDY)
+    """T7's rows: every choice with what it is compared with, and the trees' quality.
+
+    Over all suites, see `overall`, by choice and value: accepted_length, tau =
+    sum(new_tokens - 1) / sum(verify_calls); paired_difference, that minus the profile's own over the clips that both
+    decoded; decode_speedup, AR seconds per token / the method's; draft_ms and verify_ms, means over
+    cycles. Of each drafter: train_s and forward_equivalents. Of the trees, pooled: see
+    `tree_quality`. n counts clips, of a tree's quality judged slots or cycles.
+
+    Args:
+        item: the table's.
+        records: the run's, with its studies.
+        boot: for intervals.
+
+    Returns:
+        A missing row for each known choice where the study was not measured.
+
+    Raises:
+        InputError: decodes that must not be pooled (`decode_groups`, `metrics.pair_clips`).
+    """
+    study = records.study(DESIGN_STUDY)
+    suites = planned_suites(study)
     rows: list[Row] = []
     for group in decode_groups(study):
         origin = group.origin(item, study)
-        found = choices(group, study)
-        for name in _ORDER:
+        found = [c for c in choices(group, study) if not _in_t6(c)]
+        for name in in_order({c.name for c in found if c.name}, tuple(_TITLES)):
             for choice in _with_base(name, found):
                 base = _base_of(choice, found)
                 setting = setting_text(choice=name, value=choice.value)
@@ -308,7 +429,7 @@ def design_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
                 for quantity, unit, parts, combine in _measured(
                     group, choice, None if same else base
                 ):
-                    suite, value = overall(parts, combine, boot)
+                    suite, value = overall(parts, combine, boot, suites)
                     n = count_clips(parts)
                     rows.append(
                         origin.row(quantity, value, unit, n, suite, choice.method, "", setting)
@@ -320,40 +441,28 @@ def design_rows(item: str, records: Records, boot: Bootstrap) -> list[Row]:
         rows = [
             origin.row(
                 "accepted_length", math.nan, "tokens", benchmark="macro",
-                method=_OF_METHOD.get(name, ("chain",))[0],
-                setting=setting_text(choice=name, value=_BASE.get(name, PROFILE)),
+                method="tree60" if name in ("tree nodes", "spine first") else "chain",
+                setting=setting_text(choice=name, value=_DEFAULTS.get(name, PROFILE)),
             )
-            for name in _ORDER
+            for name in _TITLES
         ]  # fmt: skip
     return rows
 
 
 def _with_base(name: str, found: list[Choice]) -> list[Choice]:
-    """The decodes that change one thing, the profile's own first; none where nothing changes it."""
+    """The decodes that change one thing, those of the profile's own by the same methods first."""
     changed = [c for c in found if c.name == name]
-    methods = dict.fromkeys(c.method for c in changed)
-    of = _OF_METHOD.get(name, VFLASH_METHODS)
-    value = _BASE.get(name, PROFILE)
-    bases = [
-        replace(c, name=name, value=value) for c in found if not c.name and c.method in methods
-    ]
-    if name == "tree nodes" and changed:  # a chain is the tree with one node a slot
-        chains = [c for c in found if not c.name and c.method == "chain"]
-        bases += [replace(c, name=name, value="chain") for c in chains]
-        of = VFLASH_METHODS
-    return [c for c in [*bases, *changed] if c.method in of]
+    methods = {c.method for c in changed}
+    own = [c for c in found if not c.name]
+    bases = [_as_base(name, c) for c in own if c.method in methods]
+    if name == "tree nodes":  # a chain is the tree with one node a slot
+        bases += [replace(c, name=name, value="chain") for c in own if c.method == "chain"]
+    return [*bases, *changed]
 
 
-_TITLES = {
-    "tree nodes": "nodes of the tree",
-    "spine first": "the whole chain first in the tree",
-    "reveal rounds": "drafter forwards for a block",
-    "slots of a block": "slots drafted by the drafter of a block of 16",
-    "block_size": "block size, drafter trained anew",
-    "num_hidden_layers": "layers of the drafter, trained anew",
-    "num_tapped_layers": "tapped layers of the target, drafter trained anew",
-    "gamma": "slot weights' γ, drafter trained anew",
-}
+def _title(name: str) -> str:
+    """The words for what was changed; a setting of a drafter is named as in a profile."""
+    return _TITLES.get(name, f"{name}, drafter trained anew" if "." in name else name)
 
 
 def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
@@ -368,17 +477,15 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
         "accepted_length", "paired_difference", "decode_speedup", "draft_ms", "verify_ms",
         "train_s", "forward_equivalents",
     )  # fmt: skip
-    if set(frame["status"]) == {MISSING}:  # one grid that says what there would be
-        empty = tuple((_TITLES[row["choice"]], cell_text(row)) for _, row in frame.iterrows())
+    if not frame["device"].any():  # nothing was decoded: one grid that says what there would be
+        empty = tuple((_title(row["choice"]), cell_text(row)) for _, row in frame.iterrows())
         return (Section(titled(frame), ("choice", "all"), empty),)
     sections = []
-    for name in _ORDER:
+    for name in filter(None, dict.fromkeys(frame["choice"])):
         own = frame.loc[frame["choice"] == name]
-        if own.empty:
-            continue
         shown = [c for c in columns if c in set(own["quantity"])]
         names = [("value_of", "value"), ("method", "method")]
-        sections.append(pivot(own, _TITLES[name], names, "quantity", shown))
+        sections.append(pivot(own, _title(name), names, "quantity", shown))
     recall = frame.loc[frame["quantity"] == "recall"]
     if not recall.empty:
         at = [f"recall@{k}" for k in RECALL_AT]
@@ -401,11 +508,12 @@ def design_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table
     item = "T7_design_choices"
     frame = tidy(design_rows(item, records, boot))
     _, where = places(frame)
+    over = over_words(planned_suites(records.study(DESIGN_STUDY)))
     caption = (
-        f"{records.not_measured(STUDY)} One thing changed at a time, the same clips for all "
-        "(parentheses: clips), mean over suites. Drafters trained anew have one training seed, so a "
-        f"difference between two of them also holds the seed's; {PROFILE}: the profile's own drafter. Paired difference: accepted length "
-        "minus the profile's own, by clip. Training time is of whatever else the machine did; "
+        f"{records.not_measured(DESIGN_STUDY)} One thing changed at a time, the same clips for all "
+        f"(parentheses: clips), {over}. Drafters trained anew have one training seed, so a "
+        f"difference between two of them also holds the seed's; {PROFILE}: the profile's own "
+        "drafter. Paired difference: accepted length minus the profile's own, by clip. Training time is of whatever else the machine did; "
         "compute is counted in forwards of the drafter. Recall and first choices: judged slots of "
         f"the cycles whose drafts are kept (parentheses). {boot.caption()} {where}"
     )

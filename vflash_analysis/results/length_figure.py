@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from vflash_analysis.results.lengths import (
+    NO_VIDEO,
+    own_setting,
+    undecoded_words,
+    variant_words,
+)
 from vflash_analysis.results.style import (
     INK,
     QUIET,
@@ -31,12 +41,29 @@ from vflash_analysis.results.tidy import (
     parse_setting,
 )
 
-_SERIES = (  # method, context, words, line, marker
-    ("chain", "", "chain", "-", "o"),
-    ("tree60", "", "Tree-60", "-", "s"),
-    ("chain", "text_only", "chain, drafter without video", (0, (4, 1.5)), "^"),
+
+class _Series(NamedTuple):
+    """A line: its decodes, as T5 has them, and how it is drawn."""
+
+    method: str
+    own: str  # `own_setting`
+    words: str
+    tone: str
+    line: object
+    sign: str
+
+
+_DASHED = (0, (4, 1.5))
+_PLANNED = (
+    _Series("chain", "", "chain", colour("chain"), "-", "o"),
+    _Series("tree60", "", "Tree-60", colour("tree60"), "-", "s"),
+    _Series("chain", NO_VIDEO, "chain, drafter without video", "#CC79A7", _DASHED, "^"),
 )
-_PUBLISHED = (("Sparrow", "-"), ("ViSpec", (0, (4, 1.5))), ("MSD", (0, (1, 1.2))))
+_FURTHER = (  # tone and marker of other settings, in turn
+    ("#E69F00", "D"), ("#009E73", "v"), ("#D55E00", "P"), ("#7570B3", "X"), ("#A6761D", "<"),
+    ("#E7298A", ">"),
+)  # fmt: skip
+_PUBLISHED = (("Sparrow", "-"), ("ViSpec", _DASHED), ("MSD", (0, (1, 1.2))))
 _GATES = (  # quantity, tone, marker
     ("static_accuracy", "#009E73", "o"),
     ("dynamic_accuracy", "#D55E00", "s"),
@@ -50,14 +77,12 @@ def _keyed(frame: pd.DataFrame) -> pd.DataFrame:
     keys = [parse_setting(text) for text in frame["setting"]]
     return frame.assign(
         tokens=[float(key.get("visual_tokens", "nan")) for key in keys],
-        context=[key.get("context", "") for key in keys],
+        own=[own_setting(text) for text in frame["setting"]],
         variant=[key.get("variant", "") for key in keys],
     )
 
 
-def _draw_line(
-    axis: Axes, rows: pd.DataFrame, tone: str, line: object, sign: str, words: str = ""
-) -> None:
+def _draw_line(axis: Axes, rows: pd.DataFrame, tone: str, line: object, sign: str) -> None:
     """A series with its intervals; hollow markers where the target fails."""
     rows = rows.sort_values("tokens")
     x, value, low, high = (
@@ -74,16 +99,27 @@ def _draw_line(
         )  # fmt: skip
 
 
-def _draw_methods(axis: Axes, ours: pd.DataFrame, quantity: str) -> None:
+def _series(ours: pd.DataFrame) -> list[_Series]:
+    """The planned lines and one for every other method and setting that drafted."""
+    drafted = ours.loc[ours["quantity"] == "accepted_length"]
+    planned = {(one.method, one.own) for one in _PLANNED}
+    pairs = dict.fromkeys(zip(drafted["method"], drafted["own"], strict=True))
+    others = [pair for pair in pairs if pair not in planned]
+    series = list(_PLANNED)
+    for (method, own), (tone, sign) in zip(others, itertools.cycle(_FURTHER), strict=False):
+        words = ", ".join(filter(None, (label(method), variant_words(own))))
+        tone = tone if own else colour(method)
+        series.append(_Series(method, own, words, tone, _DASHED, sign))
+    return series
+
+
+def _draw_methods(axis: Axes, ours: pd.DataFrame, quantity: str, series: Sequence[_Series]) -> None:
+    """A line for each series that has this quantity."""
     rows = ours.loc[ours["quantity"] == quantity]
-    for method, context, _, line, sign in _SERIES:
-        own = rows.loc[(rows["method"] == method) & (rows["context"] == context)]
+    for one in series:
+        own = rows.loc[(rows["method"] == one.method) & (rows["own"] == one.own)]
         if not own.empty:
-            _draw_line(axis, own, _tone(method, context), line, sign)
-
-
-def _tone(method: str, context: str) -> str:
-    return "#CC79A7" if context else colour(method)
+            _draw_line(axis, own, one.tone, one.line, one.sign)
 
 
 def _draw_published(axis: Axes, paper: pd.DataFrame, quantity: str) -> None:
@@ -107,7 +143,7 @@ def _draw_seconds(axis: Axes, ours: pd.DataFrame) -> None:
     for place, tokens in enumerate(lengths):
         for offset, method in ((-0.2, "ar"), (0.2, "tree60")):
             own = ours.loc[
-                (ours["tokens"] == tokens) & (ours["method"] == method) & (ours["context"] == "")
+                (ours["tokens"] == tokens) & (ours["method"] == method) & (ours["own"] == "")
             ]
             below = 0.0
             for part, tone in _PARTS:
@@ -125,10 +161,10 @@ def _draw_seconds(axis: Axes, ours: pd.DataFrame) -> None:
     axis.set_xticks(range(len(lengths)), [f"{tokens:,.0f}" for tokens in lengths])
 
 
-def _handles(paper: bool, whole: bool) -> list[Artist]:
+def _handles(series: Sequence[_Series], paper: bool, whole: bool) -> list[Artist]:
     found: list[Artist] = [
-        Line2D([], [], color=_tone(m, c), ls=line, marker=sign, label=words)
-        for m, c, words, line, sign in _SERIES
+        Line2D([], [], color=one.tone, ls=one.line, marker=one.sign, label=one.words)
+        for one in series
     ]
     if whole:
         found.append(
@@ -143,6 +179,17 @@ def _handles(paper: bool, whole: bool) -> list[Artist]:
     return found
 
 
+def _counts(ours: pd.DataFrame) -> str:
+    """Clips behind the accepted lengths, by length where they differ."""
+    rows = ours.loc[ours["quantity"] == "accepted_length"]
+    lengths = sorted(rows["tokens"].unique())
+    found = {tokens: span_text(rows.loc[rows["tokens"] == tokens, "n"]) for tokens in lengths}
+    if len(set(found.values())) < 2:
+        return f"n = {next(iter(found.values()), '0')} clips at every length"
+    told = ", ".join(f"{n} at {tokens:,.0f}" for tokens, n in found.items())
+    return f"n = {told} visual tokens (clips)"
+
+
 @styled
 def length_figure(frame: pd.DataFrame) -> Drawn:
     """F6 from T5's frame: accepted length, speed-ups, seconds and the target's gates by length."""
@@ -152,15 +199,17 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
     ours = rows.loc[(rows["status"] != PUBLISHED_ONLY) & (rows["status"] != MISSING)]
     figure, axes = new_figure(TEXT_WIDTH, 6.6, 2, 2)
     length, speed, seconds, gates = axes.flatten()
+    series = _series(ours)
     for axis, quantity, words in (
         (length, "accepted_length", "accepted length τ (tokens)"),
         (speed, "decode_speedup", "speed-up over AR (×)"),
     ):
-        _draw_methods(axis, ours, quantity)
+        _draw_methods(axis, ours, quantity, series)
         _draw_published(axis, paper, quantity)
         axis.set_ylabel(words)
         axis.set_ylim(bottom=0)
-    whole = ours.loc[(ours["quantity"] == "end_to_end_speedup") & (ours["method"] == "tree60")]
+    trees = ours.loc[(ours["method"] == "tree60") & (ours["own"] == "")]
+    whole = trees.loc[trees["quantity"] == "end_to_end_speedup"]
     if not whole.empty:
         _draw_line(speed, whole, INK, _END_TO_END, "s")
     speed.axhline(1, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
@@ -208,16 +257,15 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
         strict=True,
     ):
         axis.set_title(title)
-    n = ours.loc[ours["quantity"] == "accepted_length", "n"]
     told = "Nothing of ours was decoded at these lengths: vflash run --all does it. "
     if not ours.empty:
         told = (
-            f"Ours on {devices_text(ours)}; n = {span_text(n)} clips a length, the same ones at all; "
+            f"Ours on {devices_text(ours)}; {_counts(ours)}; "
             "error bars: 95 % bootstrap over videos. The drafter was trained on texts about clips of "
             "all these lengths. Look at whether the accepted length holds as the prompt grows, and "
             "what becomes of the speed-up once a verify of many rows and the prefill cost more. "
         )
-    caption = told + "Grey: SPARROW's table 4, Qwen2.5-VL-7B on an A800."
-    handles = _handles(not paper.empty, not whole.empty)
+    caption = told + undecoded_words(frame) + "Grey: SPARROW's table 4, Qwen2.5-VL-7B on an A800."
+    handles = _handles(series, not paper.empty, not whole.empty)
     finish(figure, "Decoding by visual length", caption, handles, 3)
     return figure, frame

@@ -22,7 +22,13 @@ from vflash_analysis.results.sources import (
     count_clips,
     decode_groups,
 )
-from vflash_analysis.results.tables import baseline, cycles_of, overall
+from vflash_analysis.results.tables import (
+    baseline,
+    cycles_of,
+    over_words,
+    overall,
+    planned_suites,
+)
 from vflash_analysis.results.tidy import (
     MISSING,
     TARGET_FAILS,
@@ -30,15 +36,15 @@ from vflash_analysis.results.tidy import (
     label,
     parse_setting,
     setting_text,
+    setting_words,
     tidy,
 )
 from vflash_analysis.results.write import Section, Table, cell_text, pivot, places, titled
-from vflash_analysis.schemas import VFLASH_METHODS
+from vflash_analysis.schemas import COMPILED, LENGTHS_STUDY, VFLASH_METHODS
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
 ITEM = "T5_visual_length"
-STUDY = "lengths"
-SECONDS = ("wall_s", "decode_s", "prefill_s")  # of a text, as SPARROW's table 5 splits it
+NO_VIDEO = "context=text_only"  # the setting of a draft that reads no visual position
 Row = dict[str, Any]
 
 
@@ -55,22 +61,28 @@ def _mean_parts(rows: pd.DataFrame, values: pd.Series) -> pd.DataFrame:
     return rows[keys].assign(p0=values.astype(float).to_numpy(), p1=1.0).dropna(subset=["p0"])
 
 
-def gate_parts(records: Records, rows: pd.DataFrame, frames: int) -> dict[str, pd.DataFrame]:
-    """Parts of the target's gates at one length, by quantity; `ratio`.
+def gate_parts(records: Records, group: DecodeGroup, frames: int) -> dict[str, pd.DataFrame]:
+    """Parts of the target's gates at one length on one device, by quantity; `ratio`.
+
+    static_accuracy and dynamic_accuracy: words right / words that tell attributes, or motion and
+    events, as measured there; none on clips without a reference. ended_share: texts of plain
+    decoding that the stop token ended / all.
 
     Args:
         records: the study's.
-        rows: plain decodes at that length.
+        group: decodes at that length.
         frames: their number.
+
+    Raises:
+        InputError: measures of several targets, or an infinite number.
     """
-    told = records.measures.loc[records.measures["setting"] == f"frames={frames}"]
-    told = told.assign(video=told["clip_id"])
-    parts = {
-        str(quantity): own.assign(p0=own["total"], p1=own["count"])
-        for quantity, own in told.groupby("quantity")
-    }
-    ended = (rows["stop_reason"] == "eos").astype(float)
-    return {**parts, "ended_share": _mean_parts(rows, ended)}
+    told = metrics.usable_measures(records.measures)
+    here = (told["device"] == group.device.removesuffix(COMPILED)) & (told["dtype"] == group.dtype)
+    told = told.loc[here & (told["setting"] == f"frames={frames}")]
+    parts = {str(name): metrics.measure_parts(own) for name, own in told.groupby("quantity")}
+    plain = _decoded(group, "ar", "")
+    ended = (plain["stop_reason"] == "eos").astype(float)
+    return {**parts, "ended_share": _mean_parts(plain, ended)}
 
 
 def target_fails(parts: dict[str, pd.DataFrame]) -> bool:
@@ -81,12 +93,16 @@ def target_fails(parts: dict[str, pd.DataFrame]) -> bool:
     )
 
 
+def _decoded(group: DecodeGroup, method: str, setting: str) -> pd.DataFrame:
+    rows = group.rows
+    return rows.loc[(rows["method"] == method) & (rows["setting"] == setting)]
+
+
 def _wanted(
     group: DecodeGroup, method: str, setting: str
 ) -> list[tuple[str, str, pd.DataFrame, Combine]]:
     """(quantity, unit, parts, formula) of one method at one length."""
-    own = group.rows
-    rows = own.loc[(own["method"] == method) & (own["setting"] == setting)]
+    rows = _decoded(group, method, setting)
     total = metrics.end_to_end_s(rows)
     times = [
         ("wall_s", total),
@@ -99,7 +115,7 @@ def _wanted(
     wanted.append(("generated_tokens", "tokens", _mean_parts(rows, rows["new_tokens"]), ratio))
     if method == "ar":
         return [("ar_ms_per_token", "ms", metrics.ms_per_token_parts(rows), ratio), *wanted]
-    pairs = metrics.pair_clips(baseline(own, rows), rows)
+    pairs = metrics.pair_clips(baseline(group.rows, rows), rows)
     cycles = cycles_of(group, rows)
     return [
         ("accepted_length", "tokens", metrics.accepted_length_parts(rows), ratio),
@@ -112,36 +128,71 @@ def _wanted(
     ]
 
 
+def _visual_tokens(rows: pd.DataFrame) -> int | None:
+    """Mean over the clips that were decoded, None where none was."""
+    clips = rows.drop_duplicates(["benchmark", "clip_id"])["video_tokens"].dropna()
+    return None if clips.empty else round(float(clips.mean()))
+
+
 def _rows_at(frames: int, records: Records, study: Records, boot: Bootstrap) -> list[Row]:
+    """Rows of one length; of what was tried there and gave nothing, missing ones."""
+    suites = planned_suites(study)
     rows: list[Row] = []
     for group in decode_groups(records):
         origin = group.origin(ITEM, records)
-        plain = group.rows.loc[(group.rows["method"] == "ar") & (group.rows["setting"] == "")]
-        tokens = round(float(plain["video_tokens"].mean()))
+        tokens = _visual_tokens(group.rows)
         place = partial(setting_text, frames=frames, visual_tokens=tokens)
-        gates = gate_parts(study, plain, frames)
+        gates = gate_parts(study, group, frames)
         own: list[Row] = []
         for quantity, parts in gates.items():
-            suite, value = overall(parts, ratio, boot)
+            suite, value = overall(parts, ratio, boot, suites)
             n = count_clips(parts)
             own.append(origin.row(quantity, value, "share", n, suite, "ar", setting=place()))
-        for method, setting in dict.fromkeys(
-            zip(group.rows["method"], group.rows["setting"], strict=True)
-        ):
+        for method, setting in _tried(records, group):
             for quantity, unit, parts, combine in _wanted(group, method, setting):
-                suite, value = overall(parts, combine, boot)
-                text = ";".join(filter(None, (place(), setting)))
+                suite, value = overall(parts, combine, boot, suites)
+                text = ";".join(filter(None, (place(), setting.replace(",", ";"))))
                 n = count_clips(parts)
                 own.append(origin.row(quantity, value, unit, n, suite, method, setting=text))
         if target_fails(gates):
-            own = [row | {"status": TARGET_FAILS} for row in own if row["status"] != MISSING]
+            own = [r if r["status"] == MISSING else r | {"status": TARGET_FAILS} for r in own]
         rows += own
     return rows
 
 
+def _tried(records: Records, group: DecodeGroup) -> list[tuple[str, str]]:
+    """(method, setting) of every decode of a group, failed ones included."""
+    rows = records.generations
+    here = (rows["device"] == group.device) & (rows["dtype"] == group.dtype)
+    rows = rows.loc[here & ~rows["warmup"].astype(bool)]
+    return list(dict.fromkeys(zip(rows["method"], rows["setting"], strict=True)))
+
+
 def length_rows(records: Records, boot: Bootstrap) -> list[Row]:
-    """Ours by number of frames; missing rows for the paper's methods where nothing was decoded."""
-    study = records.study(STUDY)
+    """T5's rows of ours, by number of frames, method and setting, over all suites (`overall`).
+
+    accepted_length: tau = sum(new_tokens - 1) / sum(verify_calls), tokens per verify call.
+    decode_speedup, end_to_end_speedup: AR seconds per token / the method's, of decoding, or with
+    frame reading, vision and prefill. draft_ms, verify_ms: means over cycles. wall_s = frame
+    reading + vision + prefill + decoding, decode_s, prefill_s = wall_s - decode_s, generated_tokens,
+    target_calls: means over texts. ar_ms_per_token = 1000 sum(decode_s) / sum(new_tokens - 1).
+    The gates: see `gate_parts`. n counts clips.
+
+    `setting` is the number of frames, the mean visual tokens of a prompt (left out where no clip
+    was decoded) and the decode's own setting.
+
+    Args:
+        records: the run's, with its studies.
+        boot: for intervals.
+
+    Returns:
+        Missing rows where a suite that was tried, or AR for a speed-up, gave nothing; where the
+        study was not measured, one for each of the paper's methods.
+
+    Raises:
+        InputError: decodes or measures that must not be pooled.
+    """
+    study = records.study(LENGTHS_STUDY)
     rows = [
         row for frames, part in at_lengths(study) for row in _rows_at(frames, part, study, boot)
     ]
@@ -154,12 +205,34 @@ def length_rows(records: Records, boot: Bootstrap) -> list[Row]:
     ]
 
 
+def own_setting(setting: str) -> str:
+    """What a row's `setting` says beside its length: that of the decode, or a printed name."""
+    words = [word for word in setting.split(";") if word]
+    length = ("frames", "visual_tokens")
+    return ";".join(word for word in words if word.partition("=")[0] not in length)
+
+
+def variant_words(own: str) -> str:
+    """An `own_setting` as a reader sees it."""
+    words = own.split(";") if own else []
+    return ", ".join(
+        "drafter without video" if word == NO_VIDEO else setting_words(word) for word in words
+    )
+
+
+def undecoded_words(frame: pd.DataFrame) -> str:
+    """The sentence that names the numbers of frames at which no clip was decoded, "" for none."""
+    keys = [parse_setting(text) for text in frame["setting"]]
+    found = {int(key["frames"]) for key in keys if "frames" in key and "visual_tokens" not in key}
+    told = ", ".join(map(str, sorted(found)))
+    return f"No clip could be decoded at these numbers of frames: {told}. " if told else ""
+
+
 def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     """One grid per quantity, visual tokens across; `frame` as `places` gives it."""
-    keys = [parse_setting(text) for text in frame["setting"]]
     frame = frame.assign(
-        tokens=[key.get("visual_tokens", "") for key in keys],
-        variant=[key.get("variant", _context_of(key)) for key in keys],
+        tokens=[parse_setting(text).get("visual_tokens", "") for text in frame["setting"]],
+        variant=[variant_words(own_setting(text)) for text in frame["setting"]],
     )
     names = [("method", "method"), ("variant", "variant"), ("where", "where")]
     lengths = sorted({t for t in frame["tokens"] if t}, key=int)
@@ -174,11 +247,6 @@ def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
     return tuple(sections)
 
 
-def _context_of(key: dict[str, str]) -> str:
-    """What of the video a draft read, where it is not all."""
-    return {"": "", "text_only": "drafter without video"}.get(key.get("context", ""), "")
-
-
 def _marked(row: pd.Series) -> str:
     return cell_text(row) + (" †" if row["status"] == TARGET_FAILS else "")
 
@@ -187,11 +255,12 @@ def length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table
     """T5: accepted length, speed-ups and seconds by visual length, with SPARROW's tables 4 and 5."""
     frame = tidy([*length_rows(records, boot), *published.length_rows(ITEM)])
     lettered, where = places(frame)
+    over = over_words(planned_suites(records.study(LENGTHS_STUDY)))
     limits = ", ".join(f"{label(q)} {100 * v:.0f} %" for q, v in metrics.TARGET_LIMITS.items())
     caption = (
-        f"{records.not_measured(STUDY)} Decoding by visual tokens of the prompt; each clip is "
-        "decoded at every length, by a drafter trained on texts about clips of all these lengths. "
-        "Ours: mean over suites; n: clips. "
+        f"{records.not_measured(LENGTHS_STUDY)} Decoding by visual tokens of the prompt; each clip "
+        "is decoded at every length, by a drafter trained on texts about clips of all these lengths. "
+        f"Ours: {over}; n: clips. {undecoded_words(frame)}"
         f"† the target fails there: one of its gates is below its limit ({limits}), so what is "
         "accepted there means little. Seconds are of a text: wall is frame reading, vision, prefill "
         "and decoding, prefill all but decoding. Published rows are SPARROW's tables 4 and 5, other "

@@ -87,13 +87,43 @@ def by_benchmark(
     return rows
 
 
-def overall(parts: pd.DataFrame, combine: Combine, boot: Bootstrap) -> tuple[str, Interval]:
-    """What parts are of, and their value: macro over all suites, else over the clips pooled."""
+def planned_suites(records: Records) -> tuple[str, ...]:
+    """The suites that a run chose, in order: those it tried to decode, failed clips included."""
+    tried = records.generations.loc[~records.generations["warmup"].astype(bool)]
+    return tuple(in_order(tried["benchmark"], BENCHMARKS))
+
+
+def overall(
+    parts: pd.DataFrame, combine: Combine, boot: Bootstrap, suites: Sequence[str]
+) -> tuple[str, Interval]:
+    """One value over all suites of a run, and what it is of.
+
+    "macro", `metrics.macro` over the five suites; the suite, where the run chose one alone;
+    "pooled", the formula on the sums over all clips, where it chose some. Where one of the chosen
+    suites has no value there is none: over other suites it would be another quantity.
+
+    Args:
+        parts: see `metrics`.
+        combine: its formula.
+        boot: for the interval.
+        suites: `planned_suites` of the run.
+    """
     parts = per_clip(parts)
-    found = sorted(set(parts["benchmark"]))
-    if found == sorted(BENCHMARKS):
-        return "macro", boot.macro(parts, combine)
-    return (found[0] if len(found) == 1 else "pooled"), boot.videos(parts, combine)
+    values = [metrics.value_of(parts.loc[parts["benchmark"] == s], combine) for s in suites]
+    complete = not any(map(math.isnan, values))
+    if set(suites) == set(BENCHMARKS):
+        return "macro", boot.macro(parts, combine) if complete else _NONE
+    suite = suites[0] if len(suites) == 1 else "pooled"
+    return suite, boot.videos(parts, combine) if complete else _NONE
+
+
+def over_words(suites: Sequence[str]) -> str:
+    """What `overall` does with these suites, for a caption."""
+    if not suites or set(suites) == set(BENCHMARKS):
+        return "mean over suites"
+    if len(suites) == 1:
+        return f"{suites[0]} alone"
+    return f"the clips of {', '.join(suites)} pooled, no mean over suites"
 
 
 def drafted(
