@@ -36,7 +36,7 @@ from vflash_analysis.results.sources import (
     tracked_studies,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
-from vflash_analysis.schemas import ANCHORS, CYCLES, SHOWN_CLIPS, STUDIES, TRAINING, Schema
+from vflash_analysis.schemas import ANCHORS, CYCLES, DESIGN_STUDY, SHOWN_CLIPS, STUDIES, TRAINING, Schema
 from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import read_json
@@ -158,7 +158,7 @@ def slim_study(name: str, found: Records) -> dict[Schema, pd.DataFrame]:
     log, cycles = found.training, slim(found.generations, found.cycles)
     log = log.loc[log["setting"] == ""]
     last = log["step"] == log.groupby("drafter_sha256")["step"].transform("max")
-    whole = set(log.loc[log["variant"] == "", "drafter_sha256"]) if name == "design" else set()
+    whole = set(log.loc[log["variant"] == "", "drafter_sha256"]) if name == DESIGN_STUDY else set()
     own = (cycles["method"] == "tree60") & (cycles["setting"] == "")
     own &= cycles["drafter_sha256"].isin(whole)
     bare = {c: cycles[c].where(own, None).astype(object) for c in CYCLE_DETAIL}

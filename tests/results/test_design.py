@@ -13,9 +13,11 @@ from tests.results.synthetic import (
     records_of,
     training_rows,
 )
+from vflash_analysis.publish import slim_study
 from vflash_analysis.records import typed_frame
 from vflash_analysis.results import design, published
 from vflash_analysis.results.report import make_table
+from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.tidy import MISSING, parse_setting
 from vflash_analysis.schemas import BENCHMARKS, DESIGN_STUDY, TRAINING
 from vflash_analysis.stats import Bootstrap
@@ -374,3 +376,17 @@ def test_a_choice_is_named_by_what_was_changed():
     ):
         own = design._options_of("", "16")
         assert design._choice_of(design._options_of(setting, "16"), own, variant) == expected
+
+
+def test_what_is_tracked_of_the_study_gives_the_same_tables(records):
+    study = records.study(DESIGN_STUDY)
+    slim = {schema.name: frame for schema, frame in slim_study(DESIGN_STUDY, study).items()}
+    assert slim["anchors"].empty
+    detailed = slim["cycles"].loc[slim["cycles"]["draft_parents"].notna()]
+    assert set(zip(detailed["method"], detailed["setting"], strict=True)) == {("tree60", "")}
+    assert set(detailed["drafter_sha256"]) == {"d:"}
+    tracked = with_study(records_from_frames(slim, study.source))
+    for stem in ("T6_visual_share", "T7_design_choices"):
+        pd.testing.assert_frame_equal(
+            make_table(stem, tracked, BOOT).frame, make_table(stem, records, BOOT).frame
+        )
