@@ -6,15 +6,20 @@ import pandas as pd
 import pytest
 
 from tests.results.synthetic import DEVICE, cycle_row, generation_row, records_of
-from vflash_analysis.records import blank_row
+from vflash_analysis.records import blank_row, typed_frame
 from vflash_analysis.results import lengths
 from vflash_analysis.results.report import make_figure, make_table
 from vflash_analysis.results.tidy import MISSING, TARGET_FAILS, parse_setting
-from vflash_analysis.schemas import BENCHMARKS, MEASURES
+from vflash_analysis.schemas import BENCHMARKS, GENERATIONS, MEASURES, ROW_KEY
 from vflash_analysis.stats import Bootstrap
 
 BOOT = Bootstrap(n_samples=50)
 FRAMES = {2: 33, 9: 145, 100: 1601}  # frames -> visual tokens
+# what a failed decode's row still holds
+KEPT = (
+    *ROW_KEY, "profile", "target", "target_revision", "benchmark", "sample_seed", "dtype",
+    "attention", "device", "warmup", "frames_requested",
+)  # fmt: skip
 RIGHT = {2: (19, 10), 9: (19, 19), 100: (19, 16)}  # of 20 words each: static, dynamic
 
 
@@ -143,6 +148,33 @@ def test_the_figure_marks_every_length_and_hollow_ones_where_the_target_fails(re
     assert sorted(solid) == [145, 145, 1601, 1601] and sorted(hollow) == [33, 33]
     assert frame.equals(make_table("T5_visual_length", records, BOOT).frame)
     assert len(figure.axes) == 4
+
+
+def test_a_length_at_which_nothing_could_be_decoded_is_named_and_has_no_number():
+    study = study_of()
+    rows = study.generations
+    longest = rows["frames_requested"] == 100
+    failed = [
+        blank_row(GENERATIONS)
+        | {name: row[name] for name in KEPT}
+        | {"status": "failed", "reason": "out_of_memory: CUDA out of memory."}
+        for row in rows.loc[longest].to_dict("records")
+    ]
+    rows = pd.concat([rows.loc[~longest], typed_frame(failed, GENERATIONS)], ignore_index=True)
+    records = with_study(replace(study, generations=rows))
+    table = make_table("T5_visual_length", records, BOOT)
+    whole = make_table("T5_visual_length", with_study(study), BOOT).frame
+    told = "No clip could be decoded at 100 frames (out_of_memory: CUDA out of memory). Ours:"
+    assert told in table.caption
+    for quantity in ("accepted_length", "decode_speedup"):
+        found, before = (ours(frame, quantity) for frame in (table.frame, whole))
+        shorter = [found.loc[["2", "9"], "value"], before.loc[["2", "9"], "value"]]
+        assert shorter[0].equals(shorter[1])
+    lost = ours(table.frame, "accepted_length").loc["100"]
+    assert lost["status"] == MISSING and pd.isna(lost["value"])
+    figure, _ = make_figure("F6_visual_length", records, BOOT)
+    drawn = {x for line in figure.axes[0].lines for x in line.get_xdata()}
+    assert {33, 145} <= drawn and 1601 not in drawn
 
 
 def test_nothing_measured_keeps_a_labelled_place():

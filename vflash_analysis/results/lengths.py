@@ -49,6 +49,28 @@ def at_lengths(study: Records) -> Iterator[tuple[int, Records]]:
         yield count, replace(study, generations=rows.loc[rows["frames_requested"] == count])
 
 
+def failed_lengths(study: Records) -> dict[int, str]:
+    """Numbers of frames at which no clip could be decoded, each with the first clip's reason."""
+    found = {}
+    for frames, part in at_lengths(study):
+        rows = part.generations.loc[~part.generations["warmup"].astype(bool)]
+        if (rows["status"] != "ok").all():
+            found[frames] = str(rows["reason"].iloc[0])
+    return found
+
+
+def _missing_rows(study: Records, frames: int | None = None) -> list[Row]:
+    """The paper's methods without a number."""
+    origin = Origin(ITEM, "", MISSING, study.source)
+    return [
+        origin.row(
+            "accepted_length", float("nan"), "tokens", benchmark="macro", method=method,
+            setting=setting_text(frames=frames),
+        )
+        for method in VFLASH_METHODS
+    ]  # fmt: skip
+
+
 def _mean_parts(rows: pd.DataFrame, values: pd.Series) -> pd.DataFrame:
     """Parts of the mean of `values` over decodes; `ratio`."""
     keys = [key for key in ("benchmark", "video", "clip_id", "sample_seed") if key in rows.columns]
@@ -117,7 +139,7 @@ def _rows_at(frames: int, records: Records, study: Records, boot: Bootstrap) -> 
     for group in decode_groups(records):
         origin = group.origin(ITEM, records)
         plain = group.rows.loc[(group.rows["method"] == "ar") & (group.rows["setting"] == "")]
-        tokens = round(float(plain["video_tokens"].mean()))
+        tokens = round(float(group.rows["video_tokens"].mean()))
         place = partial(setting_text, frames=frames, visual_tokens=tokens)
         gates = gate_parts(study, plain, frames)
         own: list[Row] = []
@@ -142,16 +164,14 @@ def _rows_at(frames: int, records: Records, study: Records, boot: Bootstrap) -> 
 def length_rows(records: Records, boot: Bootstrap) -> list[Row]:
     """Ours by number of frames; missing rows for the paper's methods where nothing was decoded."""
     study = records.study(STUDY)
-    rows = [
-        row for frames, part in at_lengths(study) for row in _rows_at(frames, part, study, boot)
-    ]
-    if rows:
-        return rows
-    origin = Origin(ITEM, "", MISSING, study.source)
-    return [
-        origin.row("accepted_length", float("nan"), "tokens", benchmark="macro", method=method)
-        for method in VFLASH_METHODS
-    ]
+    failed = failed_lengths(study)
+    rows: list[Row] = []
+    for frames, part in at_lengths(study):
+        if frames in failed:
+            rows += _missing_rows(study, frames)
+        else:
+            rows += _rows_at(frames, part, study, boot)
+    return rows or _missing_rows(study)
 
 
 def _sections(frame: pd.DataFrame) -> tuple[Section, ...]:
@@ -187,11 +207,16 @@ def length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table
     """T5: accepted length, speed-ups and seconds by visual length, with SPARROW's tables 4 and 5."""
     frame = tidy([*length_rows(records, boot), *published.length_rows(ITEM)])
     lettered, where = places(frame)
+    failed = [
+        f"{frames} frames ({reason.rstrip('.')})"
+        for frames, reason in failed_lengths(records.study(STUDY)).items()
+    ]
+    nothing = f"No clip could be decoded at {', '.join(failed)}. " if failed else ""
     limits = ", ".join(f"{label(q)} {100 * v:.0f} %" for q, v in metrics.TARGET_LIMITS.items())
     caption = (
         f"{records.not_measured(STUDY)} Decoding by visual tokens of the prompt; each clip is "
         "decoded at every length, by a drafter trained on texts about clips of all these lengths. "
-        "Ours: mean over suites; n: clips. "
+        f"{nothing}Ours: mean over suites; n: clips. "
         f"† the target fails there: one of its gates is below its limit ({limits}), so what is "
         "accepted there means little. Seconds are of a text: wall is frame reading, vision, prefill "
         "and decoding, prefill all but decoding. Published rows are SPARROW's tables 4 and 5, other "
