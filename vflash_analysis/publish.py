@@ -326,7 +326,8 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             if len(frame) or not place:
                 records.write_records(drafts / place / f"{schema.name}.parquet", frame, schema)
     kept = [paths.TRACKED_RECORDS / name for name in STUDIES if name not in measured]
-    strips = [found.strips[one] for one in chosen_clips(found) if one in found.strips]
+    shown = dict.fromkeys(chosen_clips(found).values())
+    strips = [found.strips[one] for one in shown if one in found.strips]
     sized = [path for place in (drafts, *kept) for path in place.rglob("*.parquet")]
     size = sum(path.stat().st_size for path in (*sized, *strips))
     if size > SIZE_LIMIT:
