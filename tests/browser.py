@@ -123,16 +123,3 @@ def _requests(net_log: str) -> list[str]:
     asked = [event.get("params", {}) for event in events]
     urls = [one["url"] for one in asked if one.get("initiator", _BROWSER) != _BROWSER]
     return list(dict.fromkeys(url for url in urls if urlsplit(url).scheme not in _OWN_SCHEMES))
-
-
-def screenshot(
-    path: Path, out: Path, fragment: str = "", size: tuple[int, int] = (1280, 900)
-) -> Path:
-    """A PNG of the page, for people to look at."""
-    assert CHROMIUM is not None
-    address = path.resolve().as_uri() + (f"#{fragment}" if fragment else "")
-    with tempfile.TemporaryDirectory() as place:
-        words = [CHROMIUM, *_FLAGS, f"--user-data-dir={place}", f"--screenshot={out}"]
-        words += [f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=3000", address]
-        subprocess.run(words, capture_output=True, timeout=_LIMIT_S, check=True)
-    return out

@@ -2,18 +2,24 @@
 
     ask("vflash_analysis.preflight", {"profile": "h100", "overrides": {}})
 
-One JSON object goes in on standard input, one comes out as the last line of standard output.
+One JSON object goes in on standard input, one comes out as the last line of standard output: the
+answer, or why there is none. Standard error is for what the process says meanwhile.
 """
 
+import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vflash_analysis import config, paths
 from vflash_analysis.errors import InputError
+
+REFUSED = "refused"  # key of an answer that says why there is none
+BAD_INPUT = 2  # exit code of a process that refuses
 
 
 def folders() -> dict[str, str]:
@@ -27,6 +33,7 @@ def ask(
     request: Mapping[str, Any],
     environment: Mapping[str, str] | None = None,
     silent: str = "no message",
+    live: bool = False,
 ) -> dict[str, Any]:
     """What a module that runs `answer` says to a request.
 
@@ -35,30 +42,56 @@ def ask(
         request: JSON types.
         environment: variables beyond this process's and `folders`.
         silent: what is said of a process that fails without a word.
+        live: whether its standard error is also shown on this one's, line by line as it comes.
 
     Raises:
-        InputError: the process failed; its last line.
+        InputError: the process refused, with its reason; or it failed, with the last line of its
+            standard error.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        input=json.dumps(dict(request)),
-        capture_output=True,
-        text=True,
-        cwd=paths.ROOT,
-        env={**os.environ, **folders(), **(environment or {})},
-    )
-    if done.returncode:
-        raise InputError((done.stderr.strip().splitlines() or [silent])[-1])
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    # files, not pipes: only standard error is read while the process runs
+    with (
+        tempfile.TemporaryFile("w+") as asked,
+        tempfile.TemporaryFile("w+", errors="replace") as told,
+    ):
+        json.dump(dict(request), asked)
+        asked.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=asked,
+            stdout=told,
+            stderr=subprocess.PIPE,
+            cwd=paths.ROOT,
+            env={**os.environ, **folders(), **(environment or {})},
+        )
+        assert process.stderr is not None
+        # a progress bar's "\r" is passed on as it is
+        with process, io.TextIOWrapper(process.stderr, errors="replace", newline="") as said:
+            last = _last_line(said, live)
+        told.seek(0)
+        lines = told.read().splitlines()
+    answered = bool(lines) and process.returncode in (0, BAD_INPUT)
+    found: dict[str, Any] = json.loads(lines[-1]) if answered else {}
+    if process.returncode:
+        raise InputError(found.get(REFUSED) or last or silent)
+    return found
+
+
+def _last_line(lines: Iterable[str], live: bool) -> str:
+    """The last line that is not blank; each is passed on to standard error if `live`."""
+    last = ""
+    for line in lines:
+        last = line.strip() or last
+        if live:
+            print(line, end="", file=sys.stderr, flush=True)
+    return last
 
 
 def answer(respond: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
-    """Answer the one request on standard input; the exit code, 2 on bad input."""
+    """Answer the one request on standard input; the exit code, BAD_INPUT where it refuses."""
     request = json.loads(sys.stdin.read())
     try:
         print(json.dumps(respond(request)))
     except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+        print(json.dumps({REFUSED: str(error)}))
+        return BAD_INPUT
     return 0

@@ -456,7 +456,7 @@ def demo(
     """Decode CLIP plainly, as a chain and with Tree-60; or play a recorded clip side by side."""
     from vflash_analysis import demo as player
     from vflash_analysis.publish import chosen_records
-    from vflash_analysis.results.playback import pick
+    from vflash_analysis.results.playback import ONE_TOKEN, pick
 
     overrides = _overrides(set_)
     if file is not None:
@@ -471,15 +471,18 @@ def demo(
         told = player.decode_own(
             {**given, "profile": profile or config.TRACKED_PROFILE, "overrides": overrides}
         )
-        shown, files = player.show_own(place / "records", told["clip_id"], place)
         print(f"prompt: {told['prompt']}")
+        shown, files = player.show_own(place / "records", told["clip_id"], told["methods"], place)
     else:
         if prompt or target or drafter or out:
             raise InputError("--prompt, --target, --drafter, --out: allowed with CLIP only")
         found = chosen_records(profile, overrides, all_clips=all_clips, keep_stale=keep_stale)
         shown, files = pick(found, clip, ("ar", "tree60")), []
     player.play(shown, slower, Console())
-    for one in shown[1:]:
+    playable = all(len(one.token_ids) > 1 for one in shown)
+    if not playable:
+        print(ONE_TOKEN)
+    for one in shown[1:] if playable else ():
         same = one.token_ids == shown[0].token_ids
         ratio = shown[0].decode_s / one.decode_s
         print(

@@ -22,7 +22,7 @@ from rich.text import Text
 from vflash_analysis.asking import ask
 from vflash_analysis.results.one_cycle import one_cycle_frame
 from vflash_analysis.results.one_cycle_figure import one_cycle_figure
-from vflash_analysis.results.playback import Playback
+from vflash_analysis.results.playback import Playback, finished, playback
 from vflash_analysis.results.replay import showing
 from vflash_analysis.results.report import write_replay
 from vflash_analysis.results.sources import load_records
@@ -54,25 +54,34 @@ def play(shown: Sequence[Playback], slower: float, console: Console) -> None:
         live.update(frame_at(shown, longest))
 
 
-OWN_METHODS = ("ar", "chain", "tree60")
-
-
 def decode_own(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Have `own_clip` decode a clip; returns its clip_id and prompt.
+    """Have `own_clip` decode a clip, its progress on standard error as it comes.
 
     Args:
         request: the fields of `own_clip.Request`.
 
+    Returns:
+        The clip's clip_id and prompt, and the methods that decoded it.
+
     Raises:
-        InputError: the last line that the process left where it failed.
+        InputError: why it was not decoded.
     """
-    return ask("vflash_analysis.own_clip", request, silent="demo: no message")
+    return ask("vflash_analysis.own_clip", request, silent="demo: no message", live=True)
 
 
-def show_own(records_folder: Path, clip_id: str, out: Path) -> tuple[list[Playback], list[Path]]:
-    """Write the replay and the cycle of a clip that was decoded; returns decodes and files."""
+def show_own(
+    records_folder: Path, clip_id: str, methods: Sequence[str], out: Path
+) -> tuple[list[Playback], list[Path]]:
+    """Write the replay and the cycle of a clip that was decoded; returns decodes and files.
+
+    There are no files where a text has one token: then there is nothing to replay.
+    """
     records = load_records([records_folder])
-    shown = showing(records, clip_id, OWN_METHODS)
+    rows = finished(records)
+    if (rows["new_tokens"] < 2).any():
+        by_method = {str(row["method"]): row for _, row in rows.iterrows()}
+        return [playback(records, by_method[method]) for method in methods], []
+    shown = showing(records, clip_id, methods)
     frame = one_cycle_frame(records, clip_id)
     files = write_replay(out, [shown], "")
     return list(shown.decodes), [*files, *save_figure(out, "F2_cycle", *one_cycle_figure(frame))]

@@ -20,6 +20,7 @@ from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import open_reader
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
+from vflash_analysis.decoding.lossless import LosslessError
 from vflash_analysis.decoding.shard import decode_shard
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
@@ -81,6 +82,7 @@ def decode_own_clip(asked: Request) -> Clip:
     Raises:
         InputError: no such clip, target or drafter, a clip that cannot be read, a drafter of another
             target.
+        LosslessError: a float32 or float64 text that is not the greedy one.
     """
     file = Path(asked.clip)
     if not file.is_file():
@@ -89,8 +91,10 @@ def decode_own_clip(asked: Request) -> Clip:
     pocket = not asked.target and settings.target.source == POCKET_TARGET
     drafter = drafter_folder(asked, pocket)
     wanted = settings.target
+    folder = asked.target or config.target_folder(wanted)
+    _say(f"loading {paths.relative_to_root(folder)}")
     target = load_target(
-        asked.target or config.target_folder(wanted),
+        folder,
         wanted.dtype,
         wanted.device,
         attention=wanted.attention,
@@ -108,6 +112,8 @@ def decode_own_clip(asked: Request) -> Clip:
     parameters = {"prompt": prompt, "settings": config.to_json(settings)}
     run_id = identity.run_id("own_clip", parameters, "", inputs)
     facts = ShardFacts(run_id, settings.name, 0, settings.clips.num_frames, on_bad_clip="fail")
+    ways = ", ".join(METHODS)
+    _say(f"decoding {file.name} at {facts.num_frames} frames: {ways}, each once to warm up")
     with open_reader(settings.clips) as reader:
         decode_shard(
             target, {drafter.name: drafter}, [clip], reader, decode, asked.out, facts, log=_say
@@ -123,8 +129,11 @@ def main() -> int:
     """Answer one request, see `asking`."""
 
     def respond(asked: dict[str, Any]) -> dict[str, Any]:
-        clip = decode_own_clip(Request(**asked))
-        return {"clip_id": clip.clip_id, "prompt": clip.prompt}
+        try:
+            clip = decode_own_clip(Request(**asked))
+        except LosslessError as error:  # told in one line too
+            raise InputError(str(error)) from error
+        return {"clip_id": clip.clip_id, "prompt": clip.prompt, "methods": METHODS}
 
     return answer(respond)
 

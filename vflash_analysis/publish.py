@@ -36,7 +36,15 @@ from vflash_analysis.results.sources import (
     tracked_studies,
 )
 from vflash_analysis.results.tidy import read_tidy_csv
-from vflash_analysis.schemas import ANCHORS, CYCLES, DESIGN_STUDY, SHOWN_CLIPS, STUDIES, TRAINING, Schema
+from vflash_analysis.schemas import (
+    ANCHORS,
+    CYCLES,
+    DESIGN_STUDY,
+    SHOWN_CLIPS,
+    STUDIES,
+    TRAINING,
+    Schema,
+)
 from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import read_json
@@ -349,7 +357,8 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             if len(frame) or not place:
                 records.write_records(drafts / place / f"{schema.name}.parquet", frame, schema)
     kept = [paths.TRACKED_RECORDS / name for name in STUDIES if name not in measured]
-    strips = [found.strips[one] for one in chosen_clips(found) if one in found.strips]
+    shown = dict.fromkeys(chosen_clips(found).values())
+    strips = [found.strips[one] for one in shown if one in found.strips]
     sized = [path for place in (drafts, *kept) for path in place.rglob("*.parquet")]
     size = sum(path.stat().st_size for path in (*sized, *strips))
     if size > SIZE_LIMIT:

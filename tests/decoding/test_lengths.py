@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.decoding import test_shard
 from tests.results.synthetic import generation_row
@@ -13,6 +14,7 @@ from vflash_analysis import config
 from vflash_analysis.clips import pocket
 from vflash_analysis.clips.lists import Clip, write_clip_list
 from vflash_analysis.decoding import lengths
+from vflash_analysis.decoding.shard import NothingDecoded
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import read_records, write_records
 from vflash_analysis.schemas import CYCLES, GENERATIONS, MEASURES, TRAINING
@@ -31,15 +33,18 @@ SETTINGS = config.load_profile(
 
 
 class Reader(test_shard.Reader):
-    """Knows at how many frames each clip was read; can be cut off at one reading."""
+    """Knows at how many frames each clip was read; can be cut off at one reading, or have too
+    little memory for some numbers of frames."""
 
-    def __init__(self, stop: tuple[str, int] | None = None):
+    def __init__(self, stop: tuple[str, int] | None = None, too_many: tuple[int, ...] = ()):
         super().__init__()
-        self.stop, self.read = stop, []
+        self.stop, self.too_many, self.read = stop, too_many, []
 
     def read_clip(self, clip, num_frames):
         if (clip.clip_id, num_frames) == self.stop:
             raise KeyboardInterrupt
+        if num_frames in self.too_many:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
         self.read.append((clip.clip_id, num_frames))
         return super().read_clip(clip, num_frames)
 
@@ -60,13 +65,18 @@ def study(tmp_path):
     return lengths.Study(SETTINGS, target, None, training, evaluated, tmp_path / "study")
 
 
-def test_a_study_from_its_texts_to_its_tables_and_a_kill_within_a_length(study, monkeypatch):
-    def reading(stop=None):
-        reader = Reader(stop)
+@pytest.fixture
+def reading(monkeypatch):
+    def reading(*given):
+        reader = Reader(*given)
         for module in (lengths, pipeline):
             monkeypatch.setattr(module, "open_reader", lambda settings: nullcontext(reader))
         return reader
 
+    return reading
+
+
+def test_a_study_from_its_texts_to_its_tables_and_a_kill_within_a_length(study, reading):
     reader = reading()
     lengths.collect(study)
     assert reader.read == [("c0", 2), ("c2", 2), ("c1", 3), ("c3", 3)]
@@ -77,7 +87,7 @@ def test_a_study_from_its_texts_to_its_tables_and_a_kill_within_a_length(study, 
     assert folder == study.folder / "trained" / "drafter"
     log = read_records(study.folder / "trained" / "training.parquet", TRAINING)
     assert set(log["training_clips"]) == {4} and set(log["steps"]) == {1}
-    reader = reading(stop=("c1", 3))
+    reader = reading(("c1", 3))
     with pytest.raises(KeyboardInterrupt):
         lengths.decode(study, "run")
     assert reader.read == [("c0", 2), ("c1", 2), ("c0", 3)]
@@ -90,7 +100,7 @@ def test_a_study_from_its_texts_to_its_tables_and_a_kill_within_a_length(study, 
     keys = ["clip_id", "frames_requested", "method", "drafter", "run_id", "setting"]
     told = measured[keys].fillna("").itertuples(index=False, name=None)
     assert sorted(told) == sorted(
-        (clip, count, method, drafter, f"run/frames={count}", "")
+        (clip, count, method, drafter, f"run/frames={count}/VDC", "")
         for clip in ("c0", "c1")
         for count in (2, 3)
         for method, drafter in (("ar", ""), ("chain", "lengths"))
@@ -100,7 +110,7 @@ def test_a_study_from_its_texts_to_its_tables_and_a_kill_within_a_length(study, 
     assert (measured["video_tokens"] == tokens).all()
     assert measured.loc[measured["method"] == "chain", "identical_to_ar"].all()
     cycles = read_records(study.folder / "cycles.parquet", CYCLES)
-    assert set(cycles["run_id"]) == {"run/frames=2", "run/frames=3"}
+    assert set(cycles["run_id"]) == {"run/frames=2/VDC", "run/frames=3/VDC"}
     kept = read_records(study.folder / "training.parquet", TRAINING)
     assert kept.equals(log)
     lengths.score(study, "run")  # clips without a reference have no scores
@@ -113,6 +123,8 @@ def test_scores_are_words_right_of_words_told(study):
     evaluated = [
         dataclasses.replace(clip, reference=references[clip.clip_id]) for clip in study.evaluated
     ]
+    # another suite's clip of the same id, of which nothing was decoded
+    evaluated.append(dataclasses.replace(evaluated[0], benchmark="LVB", reference=told))
     evaluated.append(Clip("c2", "VDC", "suites", "", "describe the clip"))  # nothing is known of it
     study = dataclasses.replace(study, evaluated=evaluated)
     common = {"new_tokens": 3, "text": told, "sample_seed": 0}
@@ -141,6 +153,52 @@ def test_scores_are_words_right_of_words_told(study):
     ]
     assert set(found["run_id"]) == {"run"} and set(found["study"]) == {"lengths"}
     assert set(found["target"]) == {study.target.source} and set(found["benchmark"]) == {"VDC"}
+
+
+def test_a_length_that_fails_keeps_its_failed_rows_and_the_others_theirs(study, reading, capsys):
+    reading(None, (3,))
+    lengths.collect(study)
+    assert "3 frames: no texts: out_of_memory: CUDA out of memory." in capsys.readouterr().out
+    lengths.train_drafter(study)
+    log = read_records(study.folder / "trained" / "training.parquet", TRAINING)
+    assert set(log["training_clips"]) == {2}  # those read at two frames
+    lengths.decode(study, "run")
+    assert "3 frames: VDC: none of 2 clips could be decoded" in capsys.readouterr().out
+    rows = read_records(study.folder / "generations.parquet", GENERATIONS)
+    rows = rows[~rows["warmup"]]
+    by_length = rows.groupby("frames_requested")
+    assert by_length["status"].unique().map(list).to_dict() == {2: ["ok"], 3: ["failed"]}
+    failed = by_length.get_group(3)
+    assert len(failed) == 4 and failed["decode_s"].isna().all() and failed["text"].isna().all()
+    assert set(failed["reason"]) == {"out_of_memory: CUDA out of memory."}
+    cycles = read_records(study.folder / "cycles.parquet", CYCLES)
+    assert set(cycles["run_id"]) == {"run/frames=2/VDC"}
+    lengths.score(study, "run")
+    # read again with memory enough, only what failed is decoded
+    reader = reading()
+    lengths.decode(study, "run")
+    assert reader.read == [("c0", 3), ("c1", 3)]
+    again = read_records(study.folder / "generations.parquet", GENERATIONS)
+    assert set(again["status"]) == {"ok"}
+
+
+def test_a_study_of_which_every_length_fails_is_refused_after_its_tables_are_written(
+    study, reading
+):
+    reading()
+    lengths.collect(study)
+    lengths.train_drafter(study)
+    reading(None, (2, 3))
+    with pytest.raises(NothingDecoded, match=r"^2 frames: VDC: none of 2 clips could be decoded"):
+        lengths.decode(study, "run")
+    rows = read_records(study.folder / "generations.parquet", GENERATIONS)
+    assert set(rows["frames_requested"]) == {2, 3} and set(rows["status"]) == {"failed"}
+    clips = dataclasses.replace(SETTINGS.clips, on_bad_clip="fail")
+    strict = dataclasses.replace(
+        study, settings=dataclasses.replace(SETTINGS, clips=clips), folder=study.folder / "strict"
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        lengths.collect(strict)
 
 
 def test_each_clip_to_learn_from_is_read_at_one_of_the_lengths():

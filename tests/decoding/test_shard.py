@@ -24,7 +24,7 @@ from vflash_analysis.decoding.clip import ClipDecoder, ShardFacts, in_turn
 from vflash_analysis.decoding.lossless import LosslessError
 from vflash_analysis.decoding.methods.block import BlockDrafting
 from vflash_analysis.decoding.plan import plan_methods
-from vflash_analysis.decoding.shard import decode_shard
+from vflash_analysis.decoding.shard import NothingDecoded, decode_shard, in_suites
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import find_strips, part_path, read_records, sha256_of_file
 from vflash_analysis.schemas import CYCLES, GENERATIONS, VOCABULARY
@@ -254,9 +254,9 @@ def test_bad_clips_are_rows_with_reasons_and_cost_nothing_else(target, drafters,
             target, {"a": drafters["flow-0"]}, clips, Reader(bad={"c1"}), SETTINGS, tmp_path / "fail",
             replace(FACTS, on_bad_clip="fail"), lambda _: None,
         )  # fmt: skip
-    assert part_path(tmp_path / "fail", GENERATIONS, "c0").is_file()
+    assert part_path(tmp_path / "fail", GENERATIONS, "VDC/c0").is_file()
     with pytest.raises(
-        InputError, match="none of 3 clips could be decoded; first: clip c0: damaged"
+        NothingDecoded, match="none of 3 clips could be decoded; first: clip c0: damaged"
     ):
         decode_shard(
             target, {"a": drafters["flow-0"]}, clips, Reader(bad={"c0", "c1", "c2"}), SETTINGS,
@@ -293,11 +293,11 @@ def test_a_killed_run_resumes_at_the_next_clip(target, drafters, clips, tmp_path
             target, chosen, clips, Reader(stop_at="c1"), SETTINGS, halves, FACTS, lambda _: None
         )
     assert not (halves / "generations.parquet").exists()
-    first = part_path(halves, GENERATIONS, "c0").read_bytes()
+    first = part_path(halves, GENERATIONS, "VDC/c0").read_bytes()
     reader, lines = Reader(), []
     decode_shard(target, chosen, clips, reader, SETTINGS, halves, FACTS, lines.append)
     assert reader.names == ["c1", "c2"]
-    assert part_path(halves, GENERATIONS, "c0").read_bytes() == first
+    assert part_path(halves, GENERATIONS, "VDC/c0").read_bytes() == first
     assert lines[0] == "VDC: 1 of 3 clips were decoded before"
     columns = ["clip_id", "method", "output_sha256", "verify_calls"]
     ours, reference = (
@@ -369,6 +369,12 @@ def test_what_is_only_compared_with_may_run_on_the_first_clips_only(target, clip
         measured = generations.loc[~generations["warmup"]]
         by_clip = measured.groupby("clip_id")["method"].agg(sorted).to_dict()
         assert by_clip == {"c0": ["ar", "hf_generate", "lookup"], "c1": ["ar"]}
+
+
+def test_clips_are_numbered_within_their_suites():
+    suites = ["VDC", "VDC", "LVB", "VDC", "LVB"]
+    clips = [Clip(f"c{n}", suite, "suites", "", "?") for n, suite in enumerate(suites)]
+    assert in_suites(clips) == [0, 1, 0, 2, 1] and in_suites([]) == []
 
 
 def test_prompts_that_do_not_fit_are_named_skips(drafters, clips, tmp_path):

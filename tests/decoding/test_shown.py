@@ -141,7 +141,10 @@ def test_strips_are_kept_of_the_clips_that_are_asked_for(tmp_path):
             return type("Read", (), {"frames": frames})
 
     clips = [Clip(name, "VDC", "suites", "x", "?") for name in ("a/b", "c")]
+    clips.append(Clip("a/b", "LVB", "suites", "x", "?"))  # another suite's clip of the same id
     writer = StripWriter(Reader(), tmp_path, clips[:1])
-    for clip in clips:
-        assert len(writer.read_clip(clip, 3).frames) == 3
+    for number, clip in enumerate(clips):
+        assert len(writer.read_clip(clip, 3 + number).frames) == 3 + number
     assert find_strips(tmp_path) == {"a/b": strip_path(tmp_path, "a/b")}
+    with Image.open(strip_path(tmp_path, "a/b")) as found:
+        assert found.info["comment"] == b"3"

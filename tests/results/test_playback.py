@@ -5,7 +5,7 @@ import pytest
 
 from tests.results.synthetic import cycle_row, generation_row, records_of
 from vflash_analysis.errors import InputError
-from vflash_analysis.results.playback import pick, playback
+from vflash_analysis.results.playback import finished, pick, playback
 
 
 def decode(method, clip_id, steps, **columns):
@@ -70,6 +70,30 @@ def test_the_longest_text_is_taken_and_decodes_of_one_run():
     assert smaller.title == "VFlash-FM, Tree-60 (nodes=16)"
     of_mask = found.generations.loc[found.generations["objective"] == "mask_only"].iloc[0]
     assert playback(found, of_mask).title == "Tree-60, mask-only"
+
+
+def test_suites_may_hold_clips_of_one_id():
+    found = both(
+        decode("ar", "a", [(0.1, 2)], run_id="r/VDC"),
+        decode("tree60", "a", [(0.1, 2)], run_id="r/VDC"),
+        decode("ar", "a", [(0.1, 4)], run_id="r/LVB", benchmark="LVB"),
+        decode("tree60", "a", [(0.1, 4)], run_id="r/LVB", benchmark="LVB"),
+    )
+    for benchmark, tokens in (("VDC", 3), ("LVB", 5)):
+        shown = pick(found, "a", ("ar", "tree60"), benchmark)
+        assert [one.tokens.tolist() for one in shown] == [[1, tokens]] * 2
+    longest = pick(found, None, ("ar", "tree60"))
+    assert [one.row["benchmark"] for one in longest] == ["LVB", "LVB"]
+    with pytest.raises(InputError, match="clip: found 'a', allowed: a clip_id of"):
+        pick(found, "a", ("ar",), "MLVU")
+
+
+def test_a_text_of_one_token_cannot_be_played_and_that_is_said():
+    found = both(decode("ar", "a", [], decode_s=0.002), decode("ar", "b", [(0.1, 1)]))
+    with pytest.raises(InputError, match=r"^clip 'a': a text of one token stands from the start"):
+        pick(found, "a", ("ar",))
+    (one,) = (playback(found, row) for _, row in finished(found).iloc[:1].iterrows())
+    assert one.at(0) == "a" and one.decode_s == 0.002 and one.tokens.tolist() == [1]
 
 
 def test_what_is_not_there_is_named():

@@ -4,8 +4,9 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 
 from tests.browser import needs_chromium, visit
 from vflash_analysis.errors import InputError
@@ -18,6 +19,7 @@ from vflash_analysis.results.replay import (
     showing,
 )
 from vflash_analysis.results.report import write_replay
+from vflash_analysis.results.tidy import NAMES
 from vflash_analysis.schemas import BENCHMARKS
 
 
@@ -39,13 +41,32 @@ def data_of(page):
 
 
 def test_the_clips_are_the_longest_of_the_first_four_suites_with_a_strip(records):
-    assert chosen_clips(records) == [f"{suite}-00" for suite in BENCHMARKS[:4]]
+    assert chosen_clips(records) == {suite: f"{suite}-00" for suite in BENCHMARKS[:4]}
     bare = dataclasses.replace(records, strips={})
     rows = records.generations
     rows = rows.loc[(rows["method"] == "ar") & (rows["benchmark"] == "VDC")]
     longest = rows.loc[rows["new_tokens"].astype(int).idxmax(), "clip_id"]
-    assert chosen_clips(bare)[0] == longest
+    assert chosen_clips(bare)["VDC"] == longest
     assert replay_of(bare)[0].film is None
+
+
+def test_suites_may_hold_clips_of_one_id(records):
+    """Runs of two suites, each with clips 00 and 01: each suite shows its own."""
+
+    def renamed(frame):
+        suites = frame["clip_id"].str.rpartition("-")[0]
+        return frame.assign(
+            clip_id=frame["clip_id"].str[-2:], run_id=frame["run_id"] + "/" + suites
+        )
+
+    frames = {name: renamed(getattr(records, name)) for name in ("generations", "cycles")}
+    same = dataclasses.replace(records, strips={}, **frames)
+    shown = replay_of(same)
+    assert [one.decodes[0].row["benchmark"] for one in shown] == list(BENCHMARKS[:4])
+    ids = [one.decodes[0].clip_id for one in shown]
+    assert ids == list(chosen_clips(same).values()) and len(set(ids)) < 4
+    before = replay_of(dataclasses.replace(records, strips={}))
+    assert [one.prompt for one in shown] == [one.prompt for one in before]
 
 
 def test_the_page_holds_the_records(shown):
@@ -98,6 +119,21 @@ def test_the_animation_is_small_and_ends_in_a_rest(shown, folder):
         assert found.size[0] == 830 and found.n_frames == len(pictures)
         assert found.info["loop"] == 0
     assert (folder / "F3_replay.gif").stat().st_size < 1_500_000
+
+
+def test_all_decodes_of_a_clip_are_drawn_side_by_side(records, shown):
+    def heads(one):
+        """First and last column of the line above each decode's panel."""
+        (picture, *_), _ = replay_gif.replay_frames([one], "told")
+        grid = np.asarray(picture)
+        tones = [ImageColor.getrgb(NAMES[decode.method].colour) for decode in one.decodes]
+        top = next(y for y in range(len(grid)) if (grid[y] == tones[-1]).all(-1).sum() > 100)
+        places = [np.flatnonzero((grid[top] == tone).all(-1)) for tone in tones]
+        return [(int(xs[0]), int(xs[-1])) for xs in places]
+
+    three = showing(records, "VDC-00", ("ar", "chain", "tree60"))
+    assert heads(three) == [(12, 272), (284, 544), (556, 816)]  # from margin to margin
+    assert heads(shown[0]) == [(12, 201), (213, 402)]  # two take half the width
 
 
 def test_without_decodes_page_and_animation_say_so(records, tmp_path):

@@ -22,7 +22,7 @@ from vflash_analysis.config import DecodeSettings, Profile
 from vflash_analysis.decoding.huggingface import generate_outside
 from vflash_analysis.decoding.loop import Cycle, Generation, decode
 from vflash_analysis.decoding.lossless import ExactLogits, judge
-from vflash_analysis.decoding.plan import Planned, of_clip
+from vflash_analysis.decoding.plan import Planned
 from vflash_analysis.decoding.shown import text_ends
 from vflash_analysis.environment import device_label
 from vflash_analysis.errors import InputError
@@ -48,6 +48,8 @@ class ShardFacts:
         sample_seed: which clips were drawn.
         num_frames: frames read from every clip.
         on_bad_clip: "skip" records a clip's failure and goes on, "fail" raises it.
+        by_suite: whether the rows of each suite have a run id of their own, "<run_id>/<suite>":
+            the clips are of several suites, which may share ids.
     """
 
     run_id: str
@@ -55,19 +57,39 @@ class ShardFacts:
     sample_seed: int
     num_frames: int
     on_bad_clip: str = "skip"
+    by_suite: bool = False
 
     @classmethod
-    def of(
-        cls, settings: Profile, run_id: str, sample_seed: int, num_frames: int | None = None
-    ) -> ShardFacts:
-        """Those of a profile, at its own number of frames unless another is given."""
+    def of(cls, settings: Profile, run_id: str, sample_seed: int) -> ShardFacts:
+        """Those of a profile."""
         clips = settings.clips
-        frames = clips.num_frames if num_frames is None else num_frames
-        return cls(run_id, settings.name, sample_seed, frames, clips.on_bad_clip)
+        return cls(run_id, settings.name, sample_seed, clips.num_frames, clips.on_bad_clip)
+
+    @classmethod
+    def of_study(cls, settings: Profile, run_id: str, num_frames: int | None = None) -> ShardFacts:
+        """Those of a study: clips of all suites and the first sample seed.
+
+        At the profile's number of frames unless another is given.
+        """
+        own = cls.of(settings, run_id, settings.clips.sample_seeds[0])
+        frames = own.num_frames if num_frames is None else num_frames
+        return replace(own, num_frames=frames, by_suite=True)
+
+    def run_id_of(self, clip: Clip) -> str:
+        """The run id of a clip's rows."""
+        return f"{self.run_id}/{clip.benchmark}" if self.by_suite else self.run_id
+
+
+def part_id(clip: Clip) -> str:
+    """Names a clip's part among those of several suites, which may share ids."""
+    return f"{clip.benchmark}/{clip.clip_id}"
 
 
 def in_turn(planned: Sequence[T], turn: int) -> list[T]:
-    """The order of turn 0, 1, 2, ...: every rotation forwards, then backwards."""
+    """The order of turn 0, 1, 2, ...: every rotation forwards, then backwards.
+
+    So each runs first, and last, equally often, and not always after the same one.
+    """
     shift = turn // 2 % len(planned)
     rotated = [*planned[shift:], *planned[:shift]]
     return rotated[::-1] if turn % 2 else rotated
@@ -87,7 +109,7 @@ class ClipDecoder:
 
     Args:
         target: the target.
-        planned: decodes of every clip, in the order for the first clip.
+        planned: every decode of the shard.
         reader: reads frames (`clips.read.FrameReader`).
         settings: cap, repeats.
         facts: what all rows share.
@@ -101,14 +123,13 @@ class ClipDecoder:
         settings: DecodeSettings,
         facts: ShardFacts,
     ) -> None:
-        self._target, self._planned, self._reader = target, list(planned), reader
+        self._target, self._reader = target, reader
         self._settings, self._facts = settings, facts
-        methods = [one.method for one in self._planned if one.method is not None]
+        methods = [one.method for one in planned if one.method is not None]
         self._taps = sorted({layer for method in methods for layer in method.tap_layer_ids})
         self._verify_rows = max([VERIFY_ROWS, *(m.max_draft_tokens + 1 for m in methods)])
         self._exact = ExactLogits(target)
         self._shared = {
-            "run_id": facts.run_id,
             "profile": facts.profile,
             "target": target.source,
             "target_revision": (
@@ -124,19 +145,15 @@ class ClipDecoder:
             "frames_requested": facts.num_frames,
         }
 
-    def order(self, turn: int, repeat: int = 0) -> list[Planned]:
-        """A clip's decodes: each rotation once forwards, once backwards, by clip and repeat.
-
-        So each runs first, and last, equally often, and not always after the same one.
-        """
-        return in_turn(of_clip(self._planned, turn, self._settings), turn + max(repeat, 0))
-
-    def decode(self, clip: Clip, turn: int, warm_up: bool) -> tuple[list[Row], list[Row]]:
+    def decode(
+        self, clip: Clip, planned: Sequence[Planned], turn: int, warm_up: bool
+    ) -> tuple[list[Row], list[Row]]:
         """All rows of one clip.
 
         Args:
             clip: the clip.
-            turn: its number in the suite, which sets the order of methods.
+            planned: its decodes, some of the shard's.
+            turn: its number in the shard, which with the repeat sets their order.
             warm_up: decode once more beforehand, in rows flagged `warmup` (`repeat` -1).
 
         Returns:
@@ -153,8 +170,8 @@ class ClipDecoder:
             for repeat in repeats:
                 if repeat <= 0:  # afresh after the warm-up, whose own prefill was a cold one
                     cache, prefill = self._prefill(*prompt[:2])
-                for planned in self.order(turn, repeat):
-                    row, own_cycles = self._row(clip, planned, repeat, prompt, cache, prefill)
+                for one in in_turn(planned, turn + max(repeat, 0)):
+                    row, own_cycles = self._row(clip, one, repeat, prompt, cache, prefill)
                     generations.append(row)
                     cycles += own_cycles
             self._judge(generations, prompt, cache)
@@ -162,9 +179,9 @@ class ClipDecoder:
             if self._facts.on_bad_clip == "fail":
                 raise InputError(f"clip {clip.clip_id}: {reason_of(error)}") from error
             return [
-                self._failed(clip, planned, repeat, reason_of(error))
+                self._failed(clip, one, repeat, reason_of(error))
                 for repeat in repeats
-                for planned in of_clip(self._planned, turn, self._settings)
+                for one in planned
             ], []
         return generations, cycles
 
@@ -198,6 +215,7 @@ class ClipDecoder:
 
     def _identity(self, clip: Clip, planned: Planned, repeat: int) -> Row:
         return self._shared | {
+            "run_id": self._facts.run_id_of(clip),
             "clip_id": clip.clip_id,
             "benchmark": clip.benchmark,
             "method": planned.name,

@@ -36,7 +36,7 @@ from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import first_seed_clips, open_reader
 from vflash_analysis.clips.wording import accuracy_counts
 from vflash_analysis.config import LayerSettings, Profile
-from vflash_analysis.decoding.clip import Row, ShardFacts, reason_of
+from vflash_analysis.decoding.clip import Row, ShardFacts, part_id, reason_of
 from vflash_analysis.decoding.loop import decode
 from vflash_analysis.decoding.methods.ar import AutoRegressive
 from vflash_analysis.decoding.removal import WithoutVideo
@@ -123,9 +123,9 @@ def measure_clips(
             failed = {"layer": NO_LAYER, "quantity": FAILED_CLIP, "reason": reason_of(error)}
             rows = [shared | failed]
             told = f"{clip.clip_id}: failed: {failed['reason']}"
-        write_part(out_folder, MEASURES, _part_id(clip), rows)
+        write_part(out_folder, MEASURES, part_id(clip), rows)
         progress.update(number, told)
-    merge_parts(out_folder, MEASURES, [_part_id(clip) for clip in clips])
+    merge_parts(out_folder, MEASURES, [part_id(clip) for clip in clips])
     _refuse_nothing(out_folder)
 
 
@@ -214,14 +214,9 @@ def _shared(target: Target, clip: Clip, facts: ShardFacts) -> Row:
     }
 
 
-def _part_id(clip: Clip) -> str:
-    """Two suites may hold one video under one id."""
-    return f"{clip.benchmark}/{clip.clip_id}"
-
-
 def _is_finished(folder: Path, clip: Clip, run_id: str) -> bool:
     """Whether a clip's part is there, of this run and without a failure."""
-    path = part_path(folder, MEASURES, _part_id(clip))
+    path = part_path(folder, MEASURES, part_id(clip))
     if not path.is_file():
         return False
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from vflash_analysis import config
 from vflash_analysis.clips import pocket
@@ -23,13 +24,20 @@ from vflash_analysis.clips.lists import Clip
 from vflash_analysis.clips.prepare import first_seed_clips, open_reader, read_list
 from vflash_analysis.clips.wording import accuracy_counts
 from vflash_analysis.config import Profile
-from vflash_analysis.decoding.clip import ShardFacts
-from vflash_analysis.decoding.shard import decode_shard
+from vflash_analysis.decoding.clip import ShardFacts, reason_of
+from vflash_analysis.decoding.shard import NothingDecoded, decode_shard
 from vflash_analysis.environment import device_label
 from vflash_analysis.model.drafter import drafter_config, new_drafter
 from vflash_analysis.model.target import Target
 from vflash_analysis.records import blank_row, read_records, write_records
-from vflash_analysis.schemas import CYCLES, GENERATIONS, LENGTHS_STUDY, MEASURES, NO_LAYER
+from vflash_analysis.schemas import (
+    CONTINUATIONS,
+    CYCLES,
+    GENERATIONS,
+    LENGTHS_STUDY,
+    MEASURES,
+    NO_LAYER,
+)
 from vflash_analysis.training import pipeline
 from vflash_analysis.training.blocks import target_pieces
 from vflash_analysis.training.continuations import JoinedContinuations
@@ -93,14 +101,25 @@ def by_frames(clips: list[Clip], counts: tuple[int, ...]) -> dict[int, list[Clip
 
 
 def collect(study: Study) -> None:
-    """The target's own texts about the training clips, each at its number of frames; resumes."""
+    """The target's own texts about the training clips, each at its number of frames; resumes.
+
+    A length for which the memory is too small has none, unless a bad clip is to stop the run.
+    """
     settings = study.settings
     taps = pipeline.tapped_layers(study.target, settings)
     with open_reader(settings.clips) as reader:
         for count, clips in by_frames(study.training, settings.lengths.num_frames).items():
             folder = study.folder / "texts" / str(count)
             print(f"{count} frames:", flush=True)
-            pipeline.collect(settings, study.load, study.target, clips, reader, folder, count, taps)
+            try:
+                pipeline.collect(
+                    settings, study.load, study.target, clips, reader, folder, count, taps
+                )
+            except torch.OutOfMemoryError as error:
+                if settings.clips.on_bad_clip == "fail":
+                    raise
+                print(f"{count} frames: no texts: {reason_of(error)}", flush=True)
+                write_records(folder / f"{CONTINUATIONS.name}.parquet", [], CONTINUATIONS)
 
 
 def train_drafter(study: Study) -> Path:
@@ -128,19 +147,27 @@ def train_drafter(study: Study) -> Path:
 def decode(study: Study, run_id: str) -> None:
     """Decode every clip at every number of frames; resumes, and merges the tables.
 
-    Rows of one number of frames have the run id "<run_id>/frames=<n>".
+    Rows of one suite and number of frames have the run id "<run_id>/frames=<n>/<suite>". A number
+    of frames at which nothing could be decoded keeps its failed rows; the others are measured.
+
+    Raises:
+        NothingDecoded: nothing could be decoded at any number of frames; the tables are written.
     """
     settings = study.settings
     methods = dataclasses.replace(settings.decode, methods=settings.lengths.methods)
     drafter = {LENGTHS_STUDY: study.folder / "trained" / "drafter"}
+    failed: list[str] = []
     with open_reader(settings.clips) as reader:
         for count in settings.lengths.num_frames:
             print(f"{count} frames:", flush=True)
-            seed = settings.clips.sample_seeds[0]
-            facts = ShardFacts.of(settings, f"{run_id}/frames={count}", seed, count)
-            decode_shard(
-                study.target, drafter, study.evaluated, reader, methods, study.at(count), facts
-            )
+            facts = ShardFacts.of_study(settings, f"{run_id}/frames={count}", count)
+            try:
+                decode_shard(
+                    study.target, drafter, study.evaluated, reader, methods, study.at(count), facts
+                )
+            except NothingDecoded as error:
+                failed.append(f"{count} frames: {error}")
+                print(failed[-1], flush=True)
     for schema in (GENERATIONS, CYCLES):
         parts = [
             read_records(study.at(count) / f"{schema.name}.parquet", schema)
@@ -149,6 +176,8 @@ def decode(study: Study, run_id: str) -> None:
         write_records(study.folder / f"{schema.name}.parquet", pd.concat(parts), schema)
     training = study.folder / "trained" / "training.parquet"
     (study.folder / "training.parquet").write_bytes(training.read_bytes())
+    if len(failed) == len(settings.lengths.num_frames):
+        raise NothingDecoded(failed[0])
 
 
 def score(study: Study, run_id: str) -> None:
@@ -159,7 +188,9 @@ def score(study: Study, run_id: str) -> None:
     """
     rows = read_records(study.folder / "generations.parquet", GENERATIONS)
     plain = rows[(rows["method"] == "ar") & ~rows["warmup"] & (rows["status"] == "ok")]
-    references = {clip.clip_id: clip.reference for clip in study.evaluated if clip.reference}
+    references = {
+        (clip.benchmark, clip.clip_id): clip.reference for clip in study.evaluated if clip.reference
+    }
     shared = {
         "run_id": run_id,
         "target": study.target.source,
@@ -171,10 +202,11 @@ def score(study: Study, run_id: str) -> None:
     }
     found = []
     for row in plain[plain["repeat"] == 0].to_dict("records"):
-        if row["clip_id"] not in references:
+        reference = references.get((row["benchmark"], row["clip_id"]))
+        if reference is None:
             continue
         place = {name: row[name] for name in ("clip_id", "benchmark", "sample_seed")}
-        counts = accuracy_counts(str(row["text"]), references[row["clip_id"]])
+        counts = accuracy_counts(str(row["text"]), reference)
         for quantity, (right, words) in counts.items():
             found.append(
                 blank_row(MEASURES)

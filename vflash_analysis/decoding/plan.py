@@ -119,11 +119,11 @@ def plan_methods(
     return planned
 
 
-def of_clip(planned: Sequence[Planned], turn: int, settings: DecodeSettings) -> list[Planned]:
+def of_clip(planned: Sequence[Planned], number: int, settings: DecodeSettings) -> list[Planned]:
     """The decodes of the clip with this number in its suite.
 
     What is only compared with runs on the first `comparison_clips` clips.
     """
     limit = settings.comparison_clips
-    few = limit is not None and turn >= limit
+    few = limit is not None and number >= limit
     return [one for one in planned if not (few and one.on_few_clips)]

@@ -1,4 +1,4 @@
-"""One suite and one sample seed, decoded by every method: what notebook 50 runs.
+"""Clips of one sample seed decoded by every method: what notebook 50 runs, and the studies.
 
     decode_shard(target, drafters, clips, reader, settings.decode, stage.folder, facts)
 
@@ -10,14 +10,17 @@ the same pass where `decode.methods` names `hf_generate` or `hf_dflash`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from vflash_analysis.clips.lists import Clip
 from vflash_analysis.config import DecodeSettings
-from vflash_analysis.decoding.clip import WARMUP, ClipDecoder, Row, ShardFacts
+from vflash_analysis.decoding.clip import WARMUP, ClipDecoder, Row, ShardFacts, part_id
 from vflash_analysis.decoding.lossless import NEAR_TIE, check_lossless
 from vflash_analysis.decoding.plan import Planned, of_clip, plan_methods
 from vflash_analysis.decoding.shown import StripWriter, token_texts
@@ -32,6 +35,10 @@ from vflash_analysis.records import (
 )
 from vflash_analysis.schemas import CYCLES, GENERATIONS, SHOWN_CLIPS, VOCABULARY
 from vflash_analysis.training.progress import Progress
+
+
+class NothingDecoded(InputError):
+    """No clip of a shard could be decoded; its tables are written."""
 
 
 def decode_shard(
@@ -49,7 +56,7 @@ def decode_shard(
     Args:
         target: the target.
         drafters: name -> folder; a method that needs a drafter runs with each of its type.
-        clips: of one suite and sample seed.
+        clips: of one sample seed; of one suite, or of several where `facts.by_suite`.
         reader: reads frames (`clips.read.FrameReader`).
         settings: methods, cap, tree, warm-up, repeats.
         out_folder: gets the tables; parts of finished clips under `parts/`, frames of the first
@@ -58,7 +65,8 @@ def decode_shard(
         log: prints one line.
 
     Raises:
-        InputError: wrong settings; a bad clip under "fail"; no clip that could be decoded.
+        InputError: wrong settings; a bad clip under "fail".
+        NothingDecoded: no clip could be decoded.
         LosslessError: a float32 or float64 text that is not the greedy one; the tables are written.
     """
     planned = plan_methods(target, drafters, settings)
@@ -86,26 +94,39 @@ def decode_planned(
     out_folder = Path(out_folder)
     shown = StripWriter(reader, out_folder, clips[:SHOWN_CLIPS])
     decoder = ClipDecoder(target, planned, shown, settings, facts)
-    waiting = [
-        (turn, clip)
-        for turn, clip in enumerate(clips)
-        if not _is_finished(out_folder, clip, of_clip(planned, turn, settings), settings, facts)
-    ]
+    numbers = in_suites(clips)
+    waiting = []
+    for turn, (clip, number) in enumerate(zip(clips, numbers, strict=True)):
+        own = of_clip(planned, number, settings)
+        if not _is_finished(out_folder, clip, own, settings, facts):
+            waiting.append((turn, clip, own))
     done = len(clips) - len(waiting)
     if done:
-        log(f"{clips[0].benchmark}: {done} of {len(clips)} clips were decoded before")
+        suites = ", ".join(dict.fromkeys(clip.benchmark for clip in clips))
+        log(f"{suites}: {done} of {len(clips)} clips were decoded before")
     progress = Progress("clip", len(clips), done, log, every_s=0.0)
-    for number, (turn, clip) in enumerate(waiting):
-        generations, cycles = decoder.decode(clip, turn, warm_up=number < settings.warmup_clips)
+    for place, (turn, clip, own) in enumerate(waiting):
+        warm_up = place < settings.warmup_clips
+        generations, cycles = decoder.decode(clip, own, turn, warm_up)
         # The generations are written last: they are what says that a clip is finished.
-        write_part(out_folder, CYCLES, clip.clip_id, cycles)
-        write_part(out_folder, GENERATIONS, clip.clip_id, generations)
-        progress.update(done + number + 1, f"{clip.clip_id}: {summary(generations)}")
-    ids = [clip.clip_id for clip in clips]
+        write_part(out_folder, CYCLES, part_id(clip), cycles)
+        write_part(out_folder, GENERATIONS, part_id(clip), generations)
+        progress.update(done + place + 1, f"{clip.clip_id}: {summary(generations)}")
+    ids = [part_id(clip) for clip in clips]
     merge_parts(out_folder, CYCLES, ids)
     merge_parts(out_folder, GENERATIONS, ids)
     _write_vocabulary(target, out_folder)
     _conclude(target, out_folder, log)
+
+
+def in_suites(clips: Sequence[Clip]) -> list[int]:
+    """Each clip's number in its suite, from 0."""
+    seen: Counter[str] = Counter()
+    numbers = []
+    for clip in clips:
+        numbers.append(seen[clip.benchmark])
+        seen[clip.benchmark] += 1
+    return numbers
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -132,7 +153,7 @@ def _is_finished(
     facts: ShardFacts,
 ) -> bool:
     """Whether a clip's parts hold exactly this plan's decodes, all successful."""
-    paths = [part_path(folder, schema, clip.clip_id) for schema in (CYCLES, GENERATIONS)]
+    paths = [part_path(folder, schema, part_id(clip)) for schema in (CYCLES, GENERATIONS)]
     if not all(path.is_file() for path in paths):
         return False
     try:
@@ -142,9 +163,8 @@ def _is_finished(
     keys = zip(rows["method"], rows["setting"], rows["drafter_sha256"], rows["repeat"], strict=True)
     found = sorted(key for key in keys if key[3] != WARMUP)
     wanted = sorted((*one.key, repeat) for one in planned for repeat in range(settings.repeats))
-    return (
-        found == wanted and set(rows["status"]) == {"ok"} and set(rows["run_id"]) == {facts.run_id}
-    )
+    of_run = set(rows["run_id"]) == {facts.run_id_of(clip)}
+    return found == wanted and set(rows["status"]) == {"ok"} and of_run
 
 
 def _write_vocabulary(target: Target, folder: Path) -> None:
@@ -163,17 +183,21 @@ def _conclude(target: Target, folder: Path, log: Callable[[str], None]) -> None:
     measured = rows.loc[~rows["warmup"]]
     ok = measured.loc[measured["status"] == "ok"]
     compared = ok.loc[ok["identical_to_ar"].notna()]
-    n_clips = measured["clip_id"].nunique()
+    n_clips = _count_clips(measured)
     log(
-        f"{ok['clip_id'].nunique()} of {n_clips} clips decoded; "
+        f"{_count_clips(ok)} of {n_clips} clips decoded; "
         f"{int(compared['identical_to_ar'].sum())} of {len(compared)} texts identical to greedy "
         f"decoding, {int((compared['divergence_kind'] == NEAR_TIE).sum())} near ties; "
         f"{len(measured) - len(ok)} of {len(measured)} decodes failed"
     )
     if ok.empty:
         first = measured.iloc[0]
-        raise InputError(
-            f"{first['benchmark']}: none of {n_clips} clips could be decoded; first: clip "
-            f"{first['clip_id']}: {first['reason']}"
+        raise NothingDecoded(
+            f"{', '.join(measured['benchmark'].unique())}: none of {n_clips} clips could be "
+            f"decoded; first: clip {first['clip_id']}: {first['reason']}"
         )
     check_lossless(target.dtype, rows)
+
+
+def _count_clips(rows: pd.DataFrame) -> int:
+    return len(rows[["benchmark", "clip_id"]].drop_duplicates())

@@ -96,11 +96,11 @@ class StripWriter:
 
     def __init__(self, reader: Any, folder: Path, clips: Sequence[Clip]) -> None:
         self._reader, self._folder = reader, folder
-        self._wanted = {clip.clip_id for clip in clips}
+        self._wanted = {(clip.benchmark, clip.clip_id) for clip in clips}
 
     def read_clip(self, clip: Clip, num_frames: int) -> ClipFrames:
         """As the reader's own."""
         read: ClipFrames = self._reader.read_clip(clip, num_frames)
-        if clip.clip_id in self._wanted:
+        if (clip.benchmark, clip.clip_id) in self._wanted:
             write_strip(strip_path(self._folder, clip.clip_id), read.frames)
         return read

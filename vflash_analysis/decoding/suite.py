@@ -58,10 +58,12 @@ def decode_design(
 ) -> None:
     """Decode the first sample seed's clips of every suite, one thing changed at a time; resumes.
 
+    Rows of a suite have the run id "<run_id>/<suite>".
+
     Args:
         settings: the profile; `design.methods` decode with its own drafter, and every drafter of
             `design.variants` as a chain and as Tree-60.
-        run_id: of the run, kept in every row.
+        run_id: of the run.
         clips_folder: results of the clips stage.
         target_folder: results of the target stage.
         drafters: name to the folder of a drafter stage's results, the profile's own first.
@@ -77,7 +79,7 @@ def decode_design(
     if varied:
         shapes = dataclasses.replace(decode, methods=VFLASH_METHODS)
         planned += plan_methods(target, varied, shapes)
-    facts = ShardFacts.of(settings, run_id, settings.clips.sample_seeds[0])
+    facts = ShardFacts.of_study(settings, run_id)
     with open_reader(settings.clips) as reader:
         decode_planned(target, planned, clips, reader, decode, out_folder, facts)
     for schema in (ANCHORS, TRAINING):  # what its drafters are: the study stands by itself

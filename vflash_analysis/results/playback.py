@@ -30,8 +30,9 @@ class Playback:
     Attributes:
         row: its row of generations.
         ends_s: (C,) seconds since decode start at which each cycle ended.
-        tokens: (C + 1,) tokens that stood before the first cycle and after each.
-        characters: (C + 1,) characters of the text that stood then.
+        tokens: (C + 1,) tokens of the text that stood before the first cycle (1) and after each,
+            counted from its start: rising, the last is its length.
+        characters: (C + 1,) characters of the text that stood then, counted in the same way.
     """
 
     row: pd.Series
@@ -68,7 +69,7 @@ class Playback:
 
     @property
     def decode_s(self) -> float:
-        return float(self.ends_s[-1])
+        return float(self.ends_s[-1] if len(self.ends_s) else self.row["decode_s"])
 
     @property
     def ms_per_token(self) -> float:
@@ -84,14 +85,23 @@ class Playback:
         return self.text[: int(self.characters[self.after(seconds)])]
 
 
+ONE_TOKEN = "a text of one token stands from the start: there is nothing to play"
+
+
+def finished(records: Records) -> pd.DataFrame:
+    """The decodes that gave a text: first repeat, no warm-up."""
+    rows = records.generations
+    good = (rows["status"] == "ok") & ~rows["warmup"].astype(bool) & (rows["repeat"] == 0)
+    return rows.loc[good]
+
+
 def decodes(records: Records) -> pd.DataFrame:
-    """The decodes that can be played: finished, first repeat, no warm-up, of two tokens or more.
+    """The decodes that can be played: finished, of two tokens or more.
 
     Those of the flow arm, of the lowest training seed, come first.
     """
-    rows = records.generations
-    good = (rows["status"] == "ok") & ~rows["warmup"].astype(bool) & (rows["repeat"] == 0)
-    rows = rows.loc[good & (rows["new_tokens"] > 1).fillna(False)]
+    rows = finished(records)
+    rows = rows.loc[rows["new_tokens"] > 1]
     rows = rows.assign(other_arm=rows["objective"].fillna(FLOW_ARM) != FLOW_ARM)
     return rows.sort_values(["other_arm", "train_seed", "drafter_sha256"], kind="stable")
 
@@ -104,29 +114,32 @@ def own_cycles(records: Records, row: pd.Series) -> pd.DataFrame:
 
 
 def playback(records: Records, row: pd.Series) -> Playback:
-    """The recorded cycles of one decode.
+    """The recorded cycles of one decode; a text of one token has none.
 
     Raises:
         InputError: they are not in the records.
     """
     cycles = own_cycles(records, row)
-    if cycles.empty:
+    if cycles.empty and row["new_tokens"] > 1:
         raise InputError(f"{row['method']} on clip {row['clip_id']}: found no cycles to play")
     tokens = np.array([1, *(1 + cycles["n_committed"].astype(int).cumsum())])
     ends = cycles["end_s"].to_numpy(dtype=float)
     return Playback(row, ends, tokens, np.asarray(row["text_ends"])[tokens - 1])
 
 
-def pick(records: Records, clip_id: str | None, methods: Sequence[str]) -> list[Playback]:
+def pick(
+    records: Records, clip_id: str | None, methods: Sequence[str], benchmark: str | None = None
+) -> list[Playback]:
     """The decodes to show side by side, all of one run.
 
     Args:
         records: the records.
         clip_id: the clip; None takes the longest text.
         methods: method, or method and setting with a colon between them; the first sets the run.
+        benchmark: the clip's suite; None takes the first that holds a clip of that id.
 
     Raises:
-        InputError: no such clip, or a method was not decoded on it.
+        InputError: no such clip, its text has one token, or a method was not decoded on it.
     """
     rows = decodes(records)
     names = rows["method"] + np.where(rows["setting"] == "", "", ":" + rows["setting"])
@@ -134,9 +147,16 @@ def pick(records: Records, clip_id: str | None, methods: Sequence[str]) -> list[
         first = rows.loc[names == methods[0]]
         if first.empty:
             raise InputError(f"{records.source}: found no decode of {methods[0]!r}")
-        longest = first.sort_values(["new_tokens", "clip_id"], ascending=[False, True])
-        clip_id = str(longest["clip_id"].iloc[0])
-    own = rows.loc[rows["clip_id"] == clip_id]
+        longest = first.sort_values(["new_tokens", "clip_id"], ascending=[False, True]).iloc[0]
+        clip_id, benchmark = str(longest["clip_id"]), str(longest["benchmark"])
+
+    def of_clip(frame: pd.DataFrame) -> pd.DataFrame:
+        same = frame["clip_id"] == clip_id
+        return frame.loc[same if benchmark is None else same & (frame["benchmark"] == benchmark)]
+
+    own = of_clip(rows)
+    if own.empty and not of_clip(finished(records)).empty:
+        raise InputError(f"clip {clip_id!r}: {ONE_TOKEN}")
     if own.empty:
         raise InputError(f"clip: found {clip_id!r}, allowed: a clip_id of {records.source}")
     shown: list[Playback] = []

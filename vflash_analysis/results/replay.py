@@ -84,34 +84,43 @@ def film_of(records: Records, clip_id: str) -> Film | None:
     return Film(path, frames, width // frames, height)
 
 
-def showing(records: Records, clip_id: str, methods: Sequence[str] = (PLAIN, DRAFTED)) -> Showing:
+def showing(
+    records: Records,
+    clip_id: str,
+    methods: Sequence[str] = (PLAIN, DRAFTED),
+    benchmark: str | None = None,
+) -> Showing:
     """One clip's decodes and strip; see `pick`."""
-    found = pick(records, clip_id, methods)
+    found = pick(records, clip_id, methods, benchmark)
     return Showing(tuple(found), film_of(records, clip_id))
 
 
-def chosen_clips(records: Records, drafted: str = DRAFTED) -> list[str]:
-    """Of each of the first N_CLIPS suites, the clip with the longest text among those with a strip.
+def chosen_clips(records: Records, drafted: str = DRAFTED) -> dict[str, str]:
+    """By suite, the first N_CLIPS of them: the clip with the longest text among those with a strip.
 
     Where no strip was kept at all, among all that were decoded plainly and with `drafted`.
     """
+    place = ["benchmark", "clip_id"]  # suites may share ids
     rows = decodes(records)
     rows = rows.loc[rows["setting"] == ""]
-    both = set(rows.loc[rows["method"] == PLAIN, "clip_id"])
-    both &= set(rows.loc[rows["method"] == drafted, "clip_id"])
-    with_strip = both & set(records.strips)
-    rows = rows.loc[(rows["method"] == PLAIN) & rows["clip_id"].isin(with_strip or both)]
-    chosen = []
+    other = rows.loc[rows["method"] == drafted, place].drop_duplicates()
+    rows = rows.loc[rows["method"] == PLAIN].merge(other, on=place)
+    with_strip = rows["clip_id"].isin(set(records.strips))
+    rows = rows.loc[with_strip] if with_strip.any() else rows
+    chosen = {}
     for suite in in_order(rows["benchmark"], BENCHMARK_ORDER)[:N_CLIPS]:
         own = rows.loc[rows["benchmark"] == suite]
         own = own.sort_values(["new_tokens", "clip_id"], ascending=[False, True])
-        chosen.append(str(own["clip_id"].iloc[0]))
+        chosen[suite] = str(own["clip_id"].iloc[0])
     return chosen
 
 
 def replay_of(records: Records, drafted: str = DRAFTED) -> list[Showing]:
     """What F3 shows."""
-    return [showing(records, one, (PLAIN, drafted)) for one in chosen_clips(records, drafted)]
+    return [
+        showing(records, clip_id, (PLAIN, drafted), suite)
+        for suite, clip_id in chosen_clips(records, drafted).items()
+    ]
 
 
 def caption(shown: Sequence[Showing]) -> str:
@@ -167,20 +176,19 @@ def _as_json(shown: Showing) -> dict[str, Any]:
     }
 
 
-def replay_page(shown: Sequence[Showing], told: str, speed: float = SPEED) -> str:
+def replay_page(shown: Sequence[Showing], told: str) -> str:
     """The page as HTML.
 
     Args:
         shown: clips and their decodes.
         told: the caption.
-        speed: of the playback at first, 1 for real time.
     """
     clips = [_as_json(one) for one in shown]
     ends = [end for clip in clips for one in clip["decodes"] for end in one["ends_ms"]]
     data = {
         "title": "Autoregressive decoding and VFlash-FM, side by side",
         "caption": told,
-        "speed": speed,
+        "speed": SPEED,
         "end_ms": max(ends, default=1.0),
         "clips": clips,
     }

@@ -62,7 +62,7 @@ class _Card:
     def __init__(self, shown: Showing, width: int) -> None:
         self.shown, self.width = shown, width
         self.films = _films(shown)
-        self.column = (width - GAP) // 2
+        self.column = (width - (len(shown.decodes) - 1) * GAP) // len(shown.decodes)
         head = width - (self.films[0].width + GAP if self.films else 0)
         self.prompt = _wrapped(shown.prompt, _font(12, True), head)[:3]
         self.text_font = _font(12)
@@ -84,10 +84,11 @@ class _Card:
             pen.text((left, y + number * SMALL_LINE), line, fill=INK, font=_font(12, True))
         told = "= identical" if self.shown.identical else "≠ differs"
         if all(1000 * one.decode_s <= ms for one in self.shown.decodes):
-            told += f"   {self.shown.speedup:.2f}× on this clip"
+            last = f"{self.shown.decodes[-1].title} " if len(self.shown.decodes) > 2 else ""
+            told += f"   {last}{self.shown.speedup:.2f}× on this clip"
         place = (left, y + (1 + len(self.prompt)) * SMALL_LINE + 1)
         pen.text(place, told, fill=GOOD if self.shown.identical else BAD, font=_font(12))
-        for number, one in enumerate((self.shown.decodes[0], self.shown.decodes[-1])):
+        for number, one in enumerate(self.shown.decodes):
             self._panel(pen, one, x + number * (self.column + GAP), y + self.top + 8, ms)
 
     def _panel(self, pen: ImageDraw.ImageDraw, one: Playback, x: int, y: int, ms: float) -> None:
@@ -122,12 +123,13 @@ def _films(shown: Showing) -> list[Image.Image]:
 
 
 class _Sheet:
-    """Title, cards in two columns, caption."""
+    """Title, cards, caption; two cards side by side, unless one holds more than two decodes."""
 
     def __init__(self, shown: Sequence[Showing], told: str) -> None:
-        width = (WIDTH - 2 * MARGIN - 2 * GAP) // 2
+        n_across = 1 if any(len(one.decodes) > 2 for one in shown) else 2
+        width = (WIDTH - 2 * MARGIN - (n_across - 1) * 2 * GAP) // n_across
         cards = [_Card(one, width) for one in shown]
-        self.rows = [cards[n : n + 2] for n in range(0, len(cards), 2)]
+        self.rows = [cards[n : n + n_across] for n in range(0, len(cards), n_across)]
         told = told or "These records hold no decode that can be played."
         self.caption = _wrapped(told, _font(11), WIDTH - 2 * MARGIN)
         heights = [max(card.height for card in row) for row in self.rows]
