@@ -22,6 +22,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.playback import pick
 from vflash_analysis.results.sources import final_drafters, load_records
+from vflash_analysis.run_facts import tracked_facts
 from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.summary import Outcome
@@ -559,6 +560,8 @@ def test_a_damaged_list_of_runs_says_what_to_do(tmp_path, monkeypatch, content):
     (tmp_path / publish.RUNS_NAME).write_text(content)
     with pytest.raises(InputError, match=r"publish: .*runs\.csv: .*git restores"):
         publish.provenance([], [SimpleNamespace(name="one")])
+    with pytest.raises(InputError, match=r"runs\.csv: "):
+        tracked_facts()
 
 
 def test_a_folder_that_cannot_be_used_is_one_line(monkeypatch, capsys):

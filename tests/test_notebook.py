@@ -162,6 +162,7 @@ def test_wrong_parameters_are_refused_by_name(name, own, message):
         ("drafter", {"variant": "gamma=3"}, 'variant: found text "gamma=3", allowed: one setting'),
         ("drafter", {"training_clips": 10**6}, "training_clips: found 1000000, allowed: at most"),
         ("ablations", {"ablation": "false"}, 'ablation: found text "false", allowed: true or'),
+        ("beside_paper", {"studies": 1}, "studies: found whole number 1, allowed: true or"),
         ("decode", {"sample_seed": None}, "sample_seed: found null, allowed: a whole number"),
     ],
 )
@@ -169,6 +170,7 @@ def test_mistyped_parameters_are_refused_before_a_folder_is_made(place, name, ch
     own = {
         "drafter": DRAFTER,
         "ablations": {"ablation": False},
+        "beside_paper": {"studies": False},
         "decode": {"benchmark": "VDC", "sample_seed": 0},
     }[name]
     with pytest.raises(InputError, match=re.escape(message)):
@@ -224,13 +226,16 @@ def test_later_notebooks_fall_back_on_the_tracked_records(place, monkeypatch):
     (place / "tracked" / "generations.parquet").write_text("one\n")
     stage = open_stage("speedup", "smoke")
     assert stage.tracked and stage.record_folders is None
-    told = "reads the tracked records, not this run's results: 1 of 1 shards are not done, first "
-    assert told + "decode-VDC-0" in repr(stage)
+    told = "reads the tracked records, not this run's results: 3 of 3 shards are not done, first "
+    assert told + "drafter-self_reveal-0-4-4" in repr(stage)
     cost = open_stage("cost", "smoke")  # the target is not there: nothing of its own to show
     assert cost.tracked and cost.shown_folders is None
     for name in STUDIES:
         study = open_stage(name, "smoke")
         assert study.tracked and study.shown_folders is None and study.settings.name == "smoke"
+    for studies, count in ((False, 3), (True, 5)):
+        beside = open_stage("beside_paper", "smoke", studies=studies)
+        assert beside.tracked and beside.absent.startswith(f"{count} of {count} shards")
     (place / "tracked" / "generations.parquet").write_text("other\n")
     os.utime(place / "tracked" / "generations.parquet", ns=(1, 1))
     assert open_stage("speedup", "smoke").run_id != stage.run_id

@@ -1,18 +1,22 @@
 """Publishing the studies: in folders of their own, beside a run's records, kept when not measured."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
-from tests.results.synthetic import generation_row, write_synthetic
-from vflash_analysis import paths, publish
+from tests.results.studies import design_study, lengths_study
+from tests.results.synthetic import generation_row, measure_rows, write_synthetic
+from vflash_analysis import identity, paths, publish
 from vflash_analysis.config import DrafterKey
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import read_records, write_done, write_records
 from vflash_analysis.results import sources
-from vflash_analysis.schemas import ANCHORS, GENERATIONS
+from vflash_analysis.results.report import make_table
+from vflash_analysis.schemas import ANCHORS, CYCLES, GENERATIONS, MEASURES, TRAINING
+from vflash_analysis.stats import Bootstrap
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +118,63 @@ def test_studies_are_tracked_in_their_own_folders_and_kept_when_not_measured(
     # a study that is planned must be done
     with pytest.raises(InputError, match="publish: lengths is not done"):
         publish.publish([*run, waiting], [], 20)
+
+
+def of_target(source, folder, target):
+    """A copy of a place whose drafters and measures are of another target."""
+    shutil.copytree(source, folder)
+    for schema in (ANCHORS, TRAINING, MEASURES):
+        path = folder / f"{schema.name}.parquet"
+        write_records(path, read_records(path, schema).assign(target_sha256=target), schema)
+    return folder
+
+
+def test_tracked_studies_stay_beside_a_run_of_their_target_only(synthetic, tracked, tmp_path):
+    """The lengths' own target is never the run's, and no reason to leave them out."""
+    own = measure_rows(benchmarks=("VDC",), n_clips=1).assign(study="lengths", target_sha256="own")
+    write_records(decoded(tmp_path / "lengths", "l") / "measures.parquet", own, MEASURES)
+    measured = [
+        shard(tmp_path / "lengths", "lengths"),
+        shard(decoded(tmp_path / "design", "d"), "design"),
+    ]
+    publish.publish([shard(synthetic, "decode")], measured, 20)
+    same = publish.records_of([shard(synthetic, "decode")])
+    assert set(same.studies) == {"lengths", "design"} and same.as_tracked
+    other = shard(of_target(synthetic, tmp_path / "other", "b" * 64), "decode")
+    found = publish.records_of([other])
+    assert not found.studies and not found.as_tracked  # nor tracked rows of T3
+    caption = make_table("T6_visual_share", found, Bootstrap(n_samples=20)).caption
+    assert caption.startswith("Nothing of ours here: ") and "vflash run --all" in caption
+    before = {path: path.read_bytes() for path in tracked.rglob("*") if path.is_file()}
+    for compared, lost in (([], "lengths"), (measured[:1], "design")):
+        words = f"publish: found another target than that of the tracked study {lost}; vflash run "
+        with pytest.raises(
+            InputError, match=f"{words}.*--all measures it anew, or remove .*{lost}"
+        ):
+            publish.publish([other], compared, 20)
+    assert before == {path: path.read_bytes() for path in tracked.rglob("*") if path.is_file()}
+    publish.publish([other], measured, 20)
+    assert set(sources.load_records().anchors["target_sha256"]) == {"b" * 64}
+
+
+def test_notebook_90_shows_what_vflash_figures_draws(synthetic, tracked, tmp_path, monkeypatch):
+    upstream = [shard(synthetic, "decode")]
+    for name, study in (("lengths", lengths_study({9: 480})), ("design", design_study())):
+        for schema in (GENERATIONS, CYCLES):
+            path = tmp_path / name / f"{schema.name}.parquet"
+            write_records(path, getattr(study, schema.name), schema)
+        upstream.append(shard(tmp_path / name, name))
+    stage = SimpleNamespace(
+        tracked=False, upstream=tuple(upstream), done=True, finish=lambda **told: None,
+        settings=SimpleNamespace(bootstrap_samples=20),
+        record_folders=[one.folder for one in upstream],
+    )  # fmt: skip
+    monkeypatch.setattr("vflash_analysis.notebook.open_stage", lambda *given, **own: stage)
+    page: dict = {}
+    for cell in identity.code_cells(paths.NOTEBOOKS / "90_compare_paper.ipynb"):
+        exec(cell["text"], page)
+    drawn = make_table("T9_beside_paper", publish.records_of(upstream), Bootstrap(n_samples=20))
+    pd.testing.assert_frame_equal(page["table"].frame, drawn.frame)
+    for number in (4, 7):
+        own = drawn.frame.loc[drawn.frame["source"] == f"sparrow table {number}"]
+        assert "not comparable" in set(own["status"])

@@ -113,12 +113,13 @@ def test_all_clips_decodes_more_and_trains_nothing_again(runs):
 VARIED = [f"drafter-self_reveal-0-4-4-drafter.{v}" for v in ("block_size=4", "context=text_only")]
 
 
-def test_the_studies_come_with_their_drafters_and_change_no_other_shard(runs):
+def test_the_studies_come_with_their_drafters_and_change_no_earlier_shard(runs):
     plain, shards = stages.plan("smoke", ablation=True), stages.plan("smoke", ablation=True,
                                                                       studies=True)  # fmt: skip
     extra = [shard.name for shard in shards if shard.name not in ids(plain)]
     assert extra == [*VARIED, *STUDIES]
-    assert ids(plain).items() <= ids(shards).items()
+    changed = {name for name, run_id in ids(plain).items() if ids(shards)[name] != run_id}
+    assert changed == {"beside_paper"}  # which shows them
     needs = {shard.name: shard.dependencies for shard in shards}
     main = ["drafter-self_reveal-0-4-4", "drafter-mask_only-0-4-4"]
     assert needs["lengths"] == ("clips", "target")
@@ -137,12 +138,44 @@ def test_a_drafter_does_not_hang_on_which_others_are_trained(runs):
     before = ids(stages.plan("smoke", studies=True))
     fewer = ids(stages.plan("smoke", {"design.variants": ["drafter.block_size=4"]}, studies=True))
     changed = {name for name in fewer if fewer[name] != before[name]}
-    assert changed == {"design"}
+    assert changed == {"design", "beside_paper"}
     # the states of a further layer are other texts' folders, and a drafter's input
     tapped = {"design.variants": ["drafter.num_tapped_layers=2"]}
     assert ids(stages.plan("smoke", tapped))["continuations"] != before["continuations"]
     drafters = [before["drafter-self_reveal-0-4-4"], *(before[name] for name in VARIED)]
     assert len(set(drafters)) == 3
+
+
+def beside_paper(profile, **options):
+    return next(s for s in stages.plan(profile, **options) if s.stage == "beside_paper")
+
+
+def test_t9_hangs_on_the_studies_that_it_shows(runs, tmp_path, monkeypatch):
+    assert not set(STUDIES) & set(beside_paper("smoke").dependencies)
+    measured = beside_paper("smoke", studies=True)
+    assert set(STUDIES) <= set(measured.dependencies) and measured.parameters["studies"] is True
+    for name, value in (("design.clips_per_suite", 2), ("lengths.steps", 3)):
+        changed = {"overrides": {name: value}}
+        assert beside_paper("smoke", studies=True, **changed).run_id != measured.run_id
+        assert beside_paper("smoke", **changed).run_id == beside_paper("smoke").run_id
+    # a run of the tracked profile shows the tracked ones where it measures none
+    monkeypatch.setattr(paths, "TRACKED_RECORDS", tmp_path)
+    before = {studies: beside_paper("pocket", studies=studies) for studies in (False, True)}
+    (tmp_path / "lengths").mkdir()
+    (tmp_path / "lengths" / "generations.parquet").write_text("one\n")
+    assert beside_paper("pocket").run_id != before[False].run_id
+    assert beside_paper("pocket", studies=True).run_id == before[True].run_id
+
+
+def test_what_tells_arms_apart_reads_the_drafters_records():
+    """A control differs from its arm in what the records of its training tell, not in its decodes."""
+    tables = {
+        s.name for s in stages.STAGES.values() if "decode" in s.needs and s.outputs[0][0] == "T"
+    }
+    assert tables == {"speedup", "acceptance", "ablations", "beside_paper"}
+    for name in tables:
+        assert "drafter" in stages.STAGES[name].needs, name
+    assert set(stages.STAGES["cost"].beside) == {"decode", "drafter"}
 
 
 def test_the_lengths_study_hangs_on_all_that_its_drafter_is(runs):

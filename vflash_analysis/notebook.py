@@ -287,7 +287,7 @@ def open_stage(
         ablation=own.get("ablation", False),
         keep_stale=os.environ.get(STALE_VARIABLE) == "1",
         more_drafters=[DrafterKey(**own)] if name == "drafter" else [],
-        studies=bool({name, *stage.beside} & set(STUDIES)),
+        studies=own.get("studies", False) or bool({name, *stage.beside} & set(STUDIES)),
     )
     wanted = stages.shard_name(name, {key: own[key] for key in stage.takes})
     by_name = {shard.name: shard for shard in shards}

@@ -1,9 +1,10 @@
 """Copy a finished pocket run to the tracked places: `make publish`.
 
 The records of the run replace those in `data/records/pocket` (what the run did not train of the
-ablation stays; `runs.csv` there names run and commit of each), its first training seed's drafters
-those in `data/pocket/drafters`, and `figures/pocket` and README's claims are made anew from the
-tracked records, so that `make figures` gives the same bytes on any machine without torch.
+ablation or measure of the studies stays, if it is of the same target; `runs.csv` there names run and
+commit of each), its first training seed's drafters those in `data/pocket/drafters`, and
+`figures/pocket` and README's claims are made anew from the tracked records, so that `make figures`
+gives the same bytes on any machine without torch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ from vflash_analysis.stages import Shard, shard_name
 from vflash_analysis.stats import Bootstrap
 from vflash_analysis.strict import read_json
 
-SIZE_LIMIT = 4_000_000  # bytes of all tracked records together, film strips included
+# Bytes of all tracked records, film strips included. Every clone carries them, and every publishing
+# adds as much again to the history.
+SIZE_LIMIT = 4_000_000
 # Bulky columns that single cycles and the quality of trees are shown from: kept for the first
 # SHOWN_CLIPS of each benchmark's first sample seed.
 CYCLE_DETAIL = ("draft_parents", "draft_logprobs", "target_token_ids", "target_rank")
@@ -65,6 +68,8 @@ PROVENANCE = ("run_id", "git_commit", "git_dirty", "device")  # of a shard's man
 
 def records_of(shards: Sequence[Shard]) -> Records:
     """Records of the finished shards of a plan, which also name the others and the stale ones.
+
+    Where they may stand beside tracked rows, the tracked studies stand in for those not measured.
 
     Raises:
         InputError: no shard with records is done.
@@ -223,6 +228,22 @@ def with_tracked(found: Records, waiting: Sequence[Shard]) -> Records:
     )
 
 
+def _refuse_other_studies(found: Records) -> None:
+    """Refuse tracked studies that would stay beside a run of another target.
+
+    Args:
+        found: the run's, with the studies that may stand beside it.
+    """
+    for name in STUDIES:
+        place = paths.TRACKED_RECORDS / name
+        if place.is_dir() and name not in found.studies:
+            raise InputError(
+                f"publish: found another target than that of the tracked study {name}; vflash run "
+                f"--profile {TRACKED_PROFILE} --all measures it anew, or remove "
+                f"{paths.relative_to_root(place)} to publish without it"
+            )
+
+
 def _drafter_name(fact: Mapping[Hashable, Any]) -> str:
     """The shard's name of a row of `drafter_facts`."""
     return shard_name("drafter", {key: fact[key] for key in stages.STAGES["drafter"].takes})
@@ -241,7 +262,15 @@ def _tracked_readable() -> Iterator[None]:
         ) from None
 
 
-def _read_runs(path: Path) -> pd.DataFrame:
+def read_runs() -> pd.DataFrame:
+    """The tracked `runs.csv` as text, see `provenance`; no rows where there is none.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    path = paths.TRACKED_RECORDS / RUNS_NAME
+    if not path.is_file():
+        return pd.DataFrame(columns=["shard", *PROVENANCE])
     try:
         found = pd.read_csv(path, dtype=str)
     except ValueError as error:  # empty, no CSV, or no text
@@ -262,10 +291,9 @@ def provenance(shards: Sequence[Shard], kept: Sequence[Shard]) -> pd.DataFrame:
     for shard in shards:
         manifest = read_json(shard.folder / records.MANIFEST_NAME)
         rows.append({"shard": shard.name} | {key: manifest[key] for key in PROVENANCE})
-    path = paths.TRACKED_RECORDS / RUNS_NAME
-    if path.is_file() and kept:
+    if kept:
         with _tracked_readable():
-            before = _read_runs(path)
+            before = read_runs()
         rows += before.loc[before["shard"].isin([s.name for s in kept])].to_dict("records")
     return pd.DataFrame(rows, columns=["shard", *PROVENANCE])
 
@@ -330,8 +358,8 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
         The files written.
 
     Raises:
-        InputError: a shard is not done, the records are too large to track, or tracked drafters
-            are of another target.
+        InputError: a shard is not done, the records are too large to track, or tracked drafters or
+            studies are of another target.
     """
     shards = [shard for shard in shards if shard.stage in STAGES]
     for shard in shards:
@@ -346,6 +374,7 @@ def publish(shards: Sequence[Shard], compared: Sequence[Shard], n_samples: int) 
             raise InputError(f"publish: {reason}; remove that folder and run again")
     check_readme(README)
     found = with_tracked(records_of(taken), waiting)
+    _refuse_other_studies(found)
     measured = [shard.stage for shard in taken if shard.stage in STUDIES]
     parts = {"": found, **{name: found.studies[name] for name in measured}}
     seed = min((s.parameters["train_seed"] for s in shards if s.stage == "drafter"), default=0)

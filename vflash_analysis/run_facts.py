@@ -7,7 +7,7 @@ import pandas as pd
 
 from vflash_analysis import paths
 from vflash_analysis.errors import InputError
-from vflash_analysis.publish import RUNS_NAME
+from vflash_analysis.publish import read_runs
 from vflash_analysis.records import MANIFEST_NAME
 from vflash_analysis.results.page import Facts
 from vflash_analysis.stages import Shard
@@ -19,9 +19,7 @@ _SHARED = ("git_commit", "git_dirty", "device", "driver", "threads", "versions",
 
 def tracked_facts() -> Facts:
     """Of the tracked records: commit and device of every shard that they hold."""
-    path = paths.TRACKED_RECORDS / RUNS_NAME
-    machine = pd.read_csv(path, dtype=str) if path.is_file() else pd.DataFrame()
-    return Facts("The tracked pocket run", machine)
+    return Facts("The tracked pocket run", read_runs())
 
 
 def run_facts(profile: str, shards: Sequence[Shard]) -> Facts:

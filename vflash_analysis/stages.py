@@ -62,6 +62,7 @@ OWN_PARAMETERS: Mapping[str, Any] = {
     "benchmark": str,
     "sample_seed": _SEED,
     "ablation": bool,
+    "studies": bool,
     "variant": str,
 }
 _READING = ("clips.num_frames", "clips.reader")
@@ -145,7 +146,7 @@ STAGES = {
             "speedup",
             "60_compare_speedup.ipynb",
             ("bootstrap_samples",),
-            ("decode",),
+            ("decode", "drafter"),
             ("T1_speedup.csv", "F1_speedup.csv", "T4_lossless.csv"),
             falls_back=True,
         ),
@@ -209,7 +210,7 @@ STAGES = {
             ("target",),
             ("costs.parquet",),
             falls_back=True,
-            beside=("decode",),
+            beside=("decode", "drafter"),
         ),
         Stage(
             "layers",
@@ -239,8 +240,9 @@ STAGES = {
             "beside_paper",
             "90_compare_paper.ipynb",
             ("bootstrap_samples",),
-            ("decode",),
+            ("decode", "drafter", *STUDIES),
             ("T9_beside_paper.csv",),
+            takes=("studies",),
             falls_back=True,
         ),
     )
@@ -319,12 +321,12 @@ def _shard_parameters(
         ("ablations", {"ablation": ablation}),
         ("cycle", {}),
     ]
-    return [*shards, ("beside_paper", {})]
+    return [*shards, ("beside_paper", {"studies": studies})]
 
 
 def shard_name(stage: str, own: Mapping[str, Any]) -> str:
     """A shard's name: its stage and own parameters, as in `decode-VDC-0`."""
-    words = (str(value) for key, value in own.items() if key != "ablation" and value != "")
+    words = (str(value) for value in own.values() if not isinstance(value, bool) and value != "")
     return "-".join([stage, *words])
 
 
@@ -419,6 +421,10 @@ def input_files(profile: Profile, stage: Stage) -> list[tuple[str, Path | None]]
         files += [("tracked", table)] if table.is_file() else []
     if stage.name in ("speedup", "beside_paper"):
         files.append(("published", paths.DATA / "published"))
+    if stage.name == "beside_paper" and profile.name == config.TRACKED_PROFILE:
+        # A study that the run measures takes the place of the tracked one, which has its name.
+        places = {name: paths.TRACKED_RECORDS / name for name in STUDIES}
+        files += [(name, place) for name, place in places.items() if place.is_dir()]
     return files
 
 

@@ -134,12 +134,24 @@ def test_the_similarity_figure_draws_its_frame(measured):
     pd.testing.assert_frame_equal(drawn, frame)
     for axis, between in zip(figure.axes, ("step", "input"), strict=True):
         drawn_lines = {line.get_marker(): line.get_ydata().tolist() for line in axis.lines}
-        for marker, kind in (("s", "visual"), ("o", "text")):
+        for marker, kind in (("s", "visual"), ("D", "text")):
             wanted = [
                 value(frame, f"{between}_similarity_{kind}", str(layer))["value"]
                 for layer in range(3)
             ]
             assert drawn_lines[marker] == wanted
+
+
+def test_the_template_and_all_other_positions_do_not_look_alike(measured):
+    """F7's third kind is the template alone, F8's second all that is not visual."""
+    left = attention_figure(attention_frame(measured, BOOT))[0].axes[0]
+    (template,) = [
+        line for line in left.lines
+        if line.get_marker() == "o" and set(line.get_ydata()) == {0.1}
+    ]  # fmt: skip
+    right = similarity_figure(similarity_frame(measured, BOOT))[0].axes[0]
+    colours = {line.get_color() for line in right.lines}
+    assert len(colours) == 2 and template.get_color() not in colours
 
 
 def test_a_suite_of_real_clips_has_agreement_and_says_what_it_lacks():

@@ -6,7 +6,7 @@ import pytest
 
 from vflash_analysis.errors import InputError
 from vflash_analysis.results import published
-from vflash_analysis.results.tidy import COMPARABLE, NOT_COMPARABLE, PUBLISHED_ONLY, tidy
+from vflash_analysis.results.tidy import COMPARABLE, NOT_COMPARABLE, tidy
 
 
 def test_printed_macro_averages_are_the_means_of_their_printed_cells():
@@ -42,12 +42,6 @@ def test_only_the_pages_own_rows_can_compare():
     assert statuses["tree60"] == statuses["chain"] == [COMPARABLE]
     assert statuses["sparrow"] == statuses["specvlm_ji"] == [NOT_COMPARABLE]
     assert set(rows.loc[rows["method"] == "tree60", "n"]) == {150, 750}
-
-
-def test_a_method_that_we_did_not_run_is_published_only():
-    rows = tidy(published.speedup_rows("T9", comparable=False, ours={"chain", "tree60"}))
-    only = set(rows.loc[rows["status"] == PUBLISHED_ONLY, "method"])
-    assert only == {"specvlm_ji", "parallelvlm", "sparrow"}
 
 
 @pytest.mark.parametrize(

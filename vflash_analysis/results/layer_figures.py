@@ -17,6 +17,7 @@ from vflash_analysis.results.layers import (
     KINDS,
     MASSES,
     MAX_HEAD,
+    MODALITIES,
     QUERIES,
     REMOVED,
     SIMILARITIES,
@@ -46,12 +47,13 @@ _DASHED, _DOTTED = (0, (3, 1.4)), (0, (1, 1.4))
 _KIND_LOOKS = {
     "visual": _Look("#D55E00", "s"),
     "instruction": _Look("#009E73", "^"),
-    "text": _Look("#0072B2", "o"),
+    "template": _Look("#0072B2", "o"),
+    "text": _Look("#56B4E9", "D"),  # instruction and template
 }
 _KIND_WORDS = {
     "visual": "video",
     "instruction": "instruction",
-    "text": "the template's tokens",
+    "template": "the template's tokens",
 }
 _REMOVED_LOOKS = {
     "static_accuracy": _Look("#5E3C99", "D"),
@@ -177,7 +179,7 @@ def similarity_figure(frame: pd.DataFrame) -> Drawn:
     for line, device in enumerate(devices):
         rows = frame.loc[frame["device"] == device]
         for axis, (between, words) in zip(axes[line], SIMILARITIES.items(), strict=True):
-            for kind in ("visual", "text"):
+            for kind in MODALITIES:
                 own = _by_layer(rows, f"{between}_{kind}")
                 _line(axis, own, _KIND_LOOKS[kind])
                 present |= set() if own.empty else {kind}

@@ -16,19 +16,20 @@ from vflash_analysis.schemas import LAYERS_STUDY, NO_LAYER
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap
 
 F7, F8 = "F7_visual_attention", "F8_layer_similarity"
-KINDS = ("visual", "instruction", "text")
+KINDS = ("visual", "instruction", "template")
 QUERIES: Mapping[str, str] = {  # the row that attends: what its quantities begin with, its name
     "": "last instruction token",
     "end_": "last prompt token",
 }
-MASSES = tuple(f"attention_{kind}" for kind in KINDS)
+# Of KINDS, as recorded: here "text" is the template alone, in SIMILARITIES all that is not visual.
+MASSES = ("attention_visual", "attention_instruction", "attention_text")
 MAX_HEAD, EVEN = "attention_visual_max_head", "visual_positions"
 REMOVED = ("static_accuracy", "dynamic_accuracy", "agreement")
 SIMILARITIES: Mapping[str, str] = {
     "step_similarity": "state before the layer and after it",
     "input_similarity": "embedding and state after the layer",
 }
-_MODALITIES = ("visual", "text")
+MODALITIES = ("visual", "text")
 
 
 def attention_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> pd.DataFrame:
@@ -47,7 +48,7 @@ def similarity_frame(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> p
 
     `setting` is the layer after which the state is taken; `n` counts clips.
     """
-    names = [f"{between}_{kind}" for between in SIMILARITIES for kind in _MODALITIES]
+    names = [f"{between}_{kind}" for between in SIMILARITIES for kind in MODALITIES]
     return _frame(F8, records, names, boot)
 
 

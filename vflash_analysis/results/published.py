@@ -33,6 +33,7 @@ HEADLINE_SOURCES = ("parallelvlm_and_related", "sparrow_lvspec_parallelvlm_mmspe
 DEVICE_SOURCE = "nvidia_h100_datasheet"
 TABLE4_DEVICE = "A800, Qwen2.5-VL-7B (as published)"
 TABLE5_DEVICE = "L20, LLaVA-OneVision-7B (as published)"
+LENGTHS_SUITE = "VDC"  # of SPARROW's tables 4 and 5
 
 METHOD_KEYS = {
     ("SpecVLM", "0.5B drafter"): "specvlm_ji",
@@ -100,14 +101,12 @@ def same_setup(target: str, device: str) -> bool:
     return target == PAPER_TARGET and "h100" in device.lower()
 
 
-def speedup_rows(item: str, comparable: bool, ours: set[str] | None = None) -> list[dict[str, Any]]:
+def speedup_rows(item: str, comparable: bool) -> list[dict[str, Any]]:
     """The page's speed-ups as tidy rows.
 
     Args:
         item: the table they stand in.
         comparable: whether our target and hardware are the page's (`same_setup`).
-        ours: methods that we measured; None means do not tell them apart. A published method that
-            we did not run is "published only", the rest "not comparable" unless they compare.
     """
     facts = _protocol()
     per_benchmark = int(facts["clips_per_benchmark_and_seed"]) * int(facts["seeds"])
@@ -115,8 +114,6 @@ def speedup_rows(item: str, comparable: bool, ours: set[str] | None = None) -> l
     for cell in speedups().to_dict("records"):
         from_page = cell["device"] == PAGE_DEVICE
         status = COMPARABLE if from_page and comparable else NOT_COMPARABLE
-        if ours is not None and cell["method"] not in ours:
-            status = PUBLISHED_ONLY
         n = per_benchmark * (len(BENCHMARKS) if cell["benchmark"] == "macro" else 1)
         row = Origin(item, str(cell["device"]), status, str(cell["source"])).row(
             "decode_speedup",
@@ -178,11 +175,11 @@ def _protocol() -> dict[str, str]:
     return {row["quantity"]: row["value"] for row in _cells("vflash_fm_protocol")}
 
 
-def protocol_rows(item: str, status: str) -> list[dict[str, Any]]:
+def protocol_rows(item: str) -> list[dict[str, Any]]:
     """The page's autoregressive milliseconds per token, and its demo clips' equality with AR."""
     time, _ = demo_ar_time()
     n = time.n
-    origin = Origin(item, PAGE_DEVICE, status, PAGE)
+    origin = Origin(item, PAGE_DEVICE, PUBLISHED_ONLY, PAGE)
     rows = [
         origin.row(
             "ar_ms_per_token",
@@ -193,7 +190,7 @@ def protocol_rows(item: str, status: str) -> list[dict[str, Any]]:
         ),
         origin.row("identical_share", 1.0, "share", n=n, method="tree60", setting="demo clips"),
     ]
-    return [{**row, "status": status} for row in rows]
+    return [{**row, "status": PUBLISHED_ONLY} for row in rows]
 
 
 @dataclass(frozen=True)
@@ -282,7 +279,7 @@ def length_rows(item: str) -> list[dict[str, Any]]:
     for cell in _cells("sparrow_table4_visual_length"):
         keys = {
             "method": _SPARROW_KEYS[cell["method"]],
-            "benchmark": "VDC",
+            "benchmark": LENGTHS_SUITE,
             "setting": setting_text(visual_tokens=cell["visual_tokens"], variant=cell["method"]),
         }
         speed = {"quantity": "decode_speedup", "value": cell["decode_speedup"], "unit": "x"}
@@ -293,7 +290,12 @@ def length_rows(item: str) -> list[dict[str, Any]]:
         setting = setting_text(visual_tokens=cell["visual_tokens"])
         rows.append(
             _published_only(
-                item, TABLE5_DEVICE, named, method="sparrow", benchmark="VDC", setting=setting
+                item,
+                TABLE5_DEVICE,
+                named,
+                method="sparrow",
+                benchmark=LENGTHS_SUITE,
+                setting=setting,
             )
         )
     return rows

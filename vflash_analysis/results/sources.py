@@ -61,8 +61,8 @@ class Records:
     Attributes:
         lacking: shards of the run whose records are not there.
         stale: shards reused though their code or inputs have changed.
-        as_tracked: whether it is a run of the tracked profile without changed settings, so that
-            tracked rows may stand beside its own.
+        as_tracked: whether it is a run of the tracked profile without changed settings and of the
+            target of the tracked records, so that tracked rows may stand beside its own.
         studies: records of STUDIES, which are never pooled with these.
         strips: film strips of some clips, by clip_id.
     """
@@ -231,7 +231,8 @@ def load_records(folders: Sequence[Path] | None = None) -> Records:
     strips = {name: path for folder in paths for name, path in find_strips(folder).items()}
     if folders is None:
         return replace(found, strips=strips, studies=tracked_studies())
-    return replace(found, strips=strips, as_tracked=all(map(_as_tracked, paths)))
+    as_tracked = all(map(_as_tracked, paths)) and _of_tracked_target(found)
+    return replace(found, strips=strips, as_tracked=as_tracked)
 
 
 def tracked_studies() -> dict[str, Records]:
@@ -250,9 +251,7 @@ def study_records(name: str, folder: Path | None) -> Records:
         found = load_records()
         return replace(found, studies={n: s for n, s in found.studies.items() if n == name})
     study = load_records([folder])
-    return replace(
-        records_from_frames({}, study.source), as_tracked=study.as_tracked, studies={name: study}
-    )
+    return replace(records_from_frames({}, study.source), studies={name: study})
 
 
 def _as_tracked(folder: Path) -> bool:
@@ -264,6 +263,19 @@ def _as_tracked(folder: Path) -> bool:
         parameters = read_json(path).get("parameters", {})
     changed = set(parameters.get("overrides", {})) - {"clips.clips_per_suite"}  # --all
     return parameters.get("profile") == TRACKED_PROFILE and not changed
+
+
+def _of_tracked_target(found: Records) -> bool:
+    """Whether a run is of the target that the tracked records are of, as far as both tell one.
+
+    The tracked studies are asked through these records, never by their own target: the one that
+    `lengths` has is trained anew with the tracked one.
+    """
+    path = TRACKED_RECORDS / f"{ANCHORS.name}.parquet"
+    tracked = set(_read(path, ANCHORS)["target_sha256"]) if path.is_file() else set()
+    own = (found.anchors, found.training, found.measures)
+    ours = {target for frame in own for target in frame["target_sha256"]}
+    return not ours or not tracked or ours == tracked
 
 
 def write_study(folder: Path, study: Records, names: Sequence[str]) -> None:
