@@ -25,7 +25,7 @@ from vflash_analysis.locks import TOKEN_VARIABLE, FolderLock
 from vflash_analysis.workers import end_with
 
 # InputError and its subclasses, as a kernel names them
-BAD_INPUT_NAMES = ("InputError", "ClipError", "DatasetNotThere")
+BAD_INPUT_NAMES = ("InputError", "ClipError", "DatasetNotThere", "NothingDecoded")
 STARTS = 2  # a kernel that does not come up is started once more; a cell is never run twice
 
 

@@ -190,7 +190,7 @@ STAGES = {
             (),
             ("decode",),
             ("F2_cycle.csv", "F3_replay.html", "F3_replay.gif"),
-            by_hand=("clip_id", "method", "cycle"),
+            by_hand=("clip_id", "method", "cycle", "drafter"),
             falls_back=True,
         ),
         Stage(

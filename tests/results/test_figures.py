@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import seaborn as sns
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from tests.results.synthetic import training_rows
 from vflash_analysis.errors import InputError
@@ -357,13 +358,13 @@ def test_bytes_do_not_depend_on_the_callers_style(tmp_path, steps):
 
 
 def test_case_137_finished_figures_are_closed_and_can_be_saved(tmp_path, steps):
-    frame = steps.iloc[:0]
+    frame, drawn = steps.iloc[:0], Image.new("RGB", (2, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(25):
             figure = plt.figure()
             finish(figure, "title", "caption")
-            figure.savefig = lambda path, **options: path.write_bytes(b"drawn")
+            figure.savefig = lambda place, **options: drawn.save(place, "PNG", dpi=(240, 240))
             save_figure(tmp_path, f"x{number}", figure, frame)
     assert plt.get_fignums() == []
 

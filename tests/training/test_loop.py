@@ -333,7 +333,7 @@ def test_training_learns_a_text(tmp_path: Path, optimizer: str) -> None:
     first, last = frame.iloc[0], frame.iloc[-1]
     small = 0.2 if optimizer == "adamw" else 0.5
     assert last["loss_mask"] < small < first["loss_mask"] and last["loss_flow"] < small
-    assert last["slot_accuracy"][0] > 0.95
+    assert last["slot_accuracy"][0] > 0.9
 
 
 def test_a_loss_of_another_kind_trains_too(tmp_path: Path) -> None:
