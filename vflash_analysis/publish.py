@@ -173,11 +173,11 @@ def slim_study(name: str, found: Records) -> dict[Schema, pd.DataFrame]:
     last = log["step"] == log.groupby("drafter_sha256")["step"].transform("max")
     whole = set(log.loc[log["variant"] == "", "drafter_sha256"]) if name == DESIGN_STUDY else set()
     own = (cycles["method"] == "tree60") & (cycles["setting"] == "")
-    own &= cycles["drafter_sha256"].isin(whole)
-    bare = {c: cycles[c].where(own, None).astype(object) for c in CYCLE_DETAIL}
-    ids = cycles["draft_token_ids"].where(own & cycles["draft_parents"].notna(), None)
+    own &= cycles["drafter_sha256"].isin(whole) & cycles["draft_parents"].notna()
+    columns = (*CYCLE_DETAIL, "draft_token_ids")
+    bare = {c: cycles[c].where(own, None).astype(object) for c in columns}
     return frames | {
-        CYCLES: cycles.assign(**bare, draft_token_ids=ids.astype(object)),
+        CYCLES: cycles.assign(**bare),
         ANCHORS: found.anchors.iloc[:0],
         TRAINING: log.loc[last],
     }

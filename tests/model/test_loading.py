@@ -89,14 +89,13 @@ def test_a_saved_target_loads_with_the_same_logits_and_no_socket(saved, monkeypa
     input_ids, pixels = tiny_prompt(loaded, 1)
     assert torch.equal(input_ids, tiny_prompt(target, 1)[0])
     assert torch.equal(pixels, tiny_prompt(target, 1)[1])
+    for weight in loaded.model.parameters():  # and with its alignment, a file's in a mapped one
+        weight.data = weight.data.clone()
     logits = [
         t.prefill(input_ids, pixels, t.new_cache(len(input_ids), 1)).logits
         for t in (loaded, target)
     ]
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)  # sums go with memory's alignment too
-    weights = [dict(t.model.named_parameters()) for t in (loaded, target)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    assert torch.equal(*logits)
     assert loaded.stop_ids == target.stop_ids
     assert loaded.mask_token_id == target.mask_token_id
     assert loaded.template == TEMPLATE

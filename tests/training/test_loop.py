@@ -325,7 +325,7 @@ def test_records_and_config_tell_the_run(tmp_path: Path) -> None:
 def test_training_learns_a_text(tmp_path: Path, optimizer: str) -> None:
     """One clip, many steps: the drafter must learn it by heart, in both states."""
     chosen = settings(
-        steps=120, clips_per_step=1, anchors_per_clip=8, learning_rate=5e-3, optimizer=optimizer
+        steps=160, clips_per_step=1, anchors_per_clip=8, learning_rate=5e-3, optimizer=optimizer
     )
     source = random_source(new(), 1, new=(20,))
     folder = run(tmp_path, source=source, settings=chosen, log_every=20)
@@ -333,7 +333,7 @@ def test_training_learns_a_text(tmp_path: Path, optimizer: str) -> None:
     first, last = frame.iloc[0], frame.iloc[-1]
     small = 0.2 if optimizer == "adamw" else 0.5
     assert last["loss_mask"] < small < first["loss_mask"] and last["loss_flow"] < small
-    assert last["slot_accuracy"][0] > 0.9
+    assert last["slot_accuracy"][0] > 0.95
 
 
 def test_a_loss_of_another_kind_trains_too(tmp_path: Path) -> None:

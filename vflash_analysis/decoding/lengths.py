@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from vflash_analysis.decoding.shard import NothingDecoded, decode_shard
 from vflash_analysis.environment import device_label
 from vflash_analysis.model.drafter import drafter_config, new_drafter
 from vflash_analysis.model.target import Target
-from vflash_analysis.records import blank_row, read_records, write_records
+from vflash_analysis.records import blank_row, read_records, replace_atomically, write_records
 from vflash_analysis.schemas import (
     CONTINUATIONS,
     CYCLES,
@@ -175,7 +176,7 @@ def decode(study: Study, run_id: str) -> None:
         ]
         write_records(study.folder / f"{schema.name}.parquet", pd.concat(parts), schema)
     training = study.folder / "trained" / "training.parquet"
-    (study.folder / "training.parquet").write_bytes(training.read_bytes())
+    replace_atomically(study.folder / training.name, functools.partial(shutil.copyfile, training))
     if len(failed) == len(settings.lengths.num_frames):
         raise NothingDecoded(failed[0])
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from vflash_analysis.results import published
 from vflash_analysis.results.design import share_rows
-from vflash_analysis.results.lengths import length_rows
+from vflash_analysis.results.lengths import failing_lengths, length_rows
 from vflash_analysis.results.objectives import FLOW_ARM
 from vflash_analysis.results.sources import Records
 from vflash_analysis.results.tables import is_comparable, lossless_table, speedup_rows
@@ -30,12 +30,11 @@ from vflash_analysis.results.tidy import (
     tidy,
 )
 from vflash_analysis.results.write import NO_VALUE, Section, Table, cell_text, places
-from vflash_analysis.schemas import VFLASH_METHODS
+from vflash_analysis.schemas import LENGTHS_STUDY, VFLASH_METHODS
 from vflash_analysis.stats import DEFAULT_BOOTSTRAP, Bootstrap, Interval
 
 ITEM = "T9_beside_paper"
 SAME = "the published row's"
-LENGTHS = "lengths"  # of STUDIES, the one that T5 is made from
 Row = dict[str, Any]
 
 
@@ -149,22 +148,19 @@ def _study_rows(records: Records, boot: Bootstrap) -> list[Row]:
         for row in share_rows(ITEM, records, boot)
         if (row["quantity"], row["benchmark"]) == ("accepted_length", "macro")
     ]
-    study = records.study(LENGTHS)
+    study = records.study(LENGTHS_STUDY)
     of_suite = study.generations["benchmark"] == published.LENGTHS_SUITE
     narrowed = replace(study, generations=study.generations.loc[of_suite])
-    fails = {_length_of(r) for r in length_rows(records, boot) if r["status"] == TARGET_FAILS}
+    fails = failing_lengths(study)
     lengths = []
-    for row in length_rows(replace(records, studies={LENGTHS: narrowed}), boot):
-        plain = set(parse_setting(row["setting"])) == {"frames", "visual_tokens"}
+    for row in length_rows(replace(records, studies={LENGTHS_STUDY: narrowed}), boot):
+        key = parse_setting(row["setting"])
+        plain = set(key) == {"frames", "visual_tokens"}
         if row["method"] == "tree60" and plain and row["status"] != MISSING:
-            status = TARGET_FAILS if _length_of(row) in fails else study.status
+            failed = (row["device"], int(key["frames"])) in fails
+            status = TARGET_FAILS if failed else study.status
             lengths.append(row | {"item": ITEM, "status": status})
     return [*shares, *lengths]
-
-
-def _length_of(row: Row) -> tuple[str, str | None]:
-    """Machine and number of frames of a row of `length_rows`."""
-    return row["device"], parse_setting(row["setting"]).get("frames")
 
 
 def _protocol_rows(records: Records) -> list[Row]:

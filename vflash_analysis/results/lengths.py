@@ -93,6 +93,16 @@ def target_fails(parts: dict[str, pd.DataFrame]) -> bool:
     )
 
 
+def failing_lengths(study: Records) -> set[tuple[str, int]]:
+    """Machine, as rows name it, and number of frames where the target fails."""
+    return {
+        (group.origin(ITEM, part).device, frames)
+        for frames, part in at_lengths(study)
+        for group in decode_groups(part)
+        if target_fails(gate_parts(study, group, frames))
+    }
+
+
 def _decoded(group: DecodeGroup, method: str, setting: str) -> pd.DataFrame:
     rows = group.rows
     return rows.loc[(rows["method"] == method) & (rows["setting"] == setting)]
