@@ -227,6 +227,45 @@ def test_a_forward_that_does_not_fit_costs_its_own_rows_only():
     assert theirs["reason"] == "out_of_memory: CUDA out of memory. Tried to allocate 9 GiB"
 
 
+def test_contexts_take_turns_as_their_forwards_do():
+    """So a slow minute falls on no length, and on no forward, alone."""
+    ran = []
+
+    class Stub:
+        def jobs(self, context):
+            def job(name):
+                def call(timer):
+                    ran.append((context, name))
+                    timer.lap("verify_s")
+
+                return Job(OURS, name, 1, Work(1.0, 1.0), lambda: None, call)
+
+            return [job("ar"), job("verify_chain")]
+
+    settings = CostSettings(context_tokens=(64, 32), repeats=3)
+    rows = measure._times(Stub(), settings, {}, Timer(CPU), lambda line: None)
+    there = [(64, "ar"), (64, "verify_chain"), (32, "ar"), (32, "verify_chain")]
+    swapped = [(32, "verify_chain"), (32, "ar"), (64, "verify_chain"), (64, "ar")]
+    assert ran == there + there[::-1] + swapped
+    assert [(row["context_tokens"], row["forward"]) for row in rows] == there
+    assert {row["repeats"] for row in rows} == {3}
+
+
+def test_a_context_at_which_nothing_fits_has_only_reasons():
+    def refuse(timer):
+        raise torch.OutOfMemoryError("too large")
+
+    class Stub:
+        def jobs(self, context):
+            return [Job(OURS, "ar", 1, Work(1.0, 1.0), lambda: None, refuse)]
+
+    settings = CostSettings(context_tokens=(64,), repeats=3)
+    with PeakMemory(CPU) as memory:
+        reasons = measure._take_peaks(Stub(), settings, memory, Timer(CPU))
+    (row,) = measure._times(Stub(), settings, reasons, Timer(CPU), lambda line: None)
+    assert row["repeats"] == 0 and row["reason"] == "out_of_memory: too large"
+
+
 def test_a_device_that_is_too_small_is_refused_before_anything_is_built(monkeypatch):
     monkeypatch.setattr(environment, "free_bytes", lambda device: 10**9)
     monkeypatch.setattr(measure, "copy_row", lambda *_: pytest.fail("measured"))

@@ -1,11 +1,13 @@
 """Times every forward of decoding at growing context lengths, on random weights.
 
-Peak memory is taken in a pass of its own; in the timed one forwards take turns, so that a machine
-that slows down slows all of them alike. `cost.py` runs it for a profile or from the command line.
+Peak memory is taken in a pass of its own; in the timed one contexts and forwards take turns, so
+that a machine that slows down slows all of them alike. `cost.py` runs it for a profile or from the
+command line.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -185,24 +187,24 @@ def _times(
     timer: Timer,
     log: Callable[[str], None],
 ) -> list[Row]:
-    """Rows with times, longest context first, so that the time left is not told too short."""
-    lengths = sorted(settings.context_tokens, reverse=True)
-    progress = Progress("turn", len(lengths) * settings.repeats, log=log, every_s=5.0)
-    rows: list[Row] = []
-    for number, context in enumerate(lengths):
-        jobs = forwards.jobs(context)
-        names = [_name(context, job.implementation, job.forward) for job in jobs]
-        fitting = [job for job, name in zip(jobs, names, strict=True) if name not in reasons]
-        seconds: dict[int, list[float]] = {id(job): [] for job in jobs}
-        for turn in range(settings.repeats):
-            for job in in_turn(fitting, turn):
-                seconds[id(job)].append(job.seconds(timer))
-            progress.update(number * settings.repeats + turn + 1, f"after {context:,} tokens")
-        for job, name in zip(jobs, names, strict=True):
-            found = seconds[id(job)]
-            told = _spread(found) if found else {"repeats": 0, "reason": reasons[name]}
-            rows.append(_job_row(job, context) | told)
-    return rows
+    """Rows with times. Contexts take turns as their forwards do."""
+    lengths, done = settings.context_tokens, 0
+    progress = Progress("turn", settings.repeats * len(lengths), log=log, every_s=5.0)
+    rows: dict[str, Row] = {}
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for turn in range(settings.repeats):
+        for context in in_turn(lengths, turn):
+            jobs = forwards.jobs(context)
+            named = [(_name(context, job.implementation, job.forward), job) for job in jobs]
+            rows |= {name: _job_row(job, context) for name, job in named}
+            for name, job in in_turn(named, turn):
+                if name not in reasons:
+                    seconds[name].append(job.seconds(timer))
+            done += 1
+            progress.update(done, f"after {context:,} tokens")
+    failed = {name: {"repeats": 0, "reason": reason} for name, reason in reasons.items()}
+    spreads = {name: _spread(found) for name, found in seconds.items()}
+    return [row | (failed | spreads)[name] for name, row in rows.items()]
 
 
 def _job_row(job: Job, context: int) -> Row:

@@ -133,7 +133,7 @@ def retrain_lengths(
     base_folder: Path,
     out_folder: Path,
     scenes_per_family: int = 600,
-    caption_steps: int = 2400,
+    caption_steps: int = 4800,
     learning_rate: float = 1e-3,
 ) -> None:
     """Go on training a pocket target on clips of LENGTHS frames, and write it to `out_folder`.
