@@ -106,6 +106,15 @@ def new_figure(
     return plt.subplots(n_rows, n_columns, figsize=(width, height), squeeze=False, **options)
 
 
+def _columns(labels: Sequence[str], most: int, width: float) -> int:
+    """How many columns of a legend fit into so many inches, filled from above as matplotlib does."""
+    for columns in range(min(most, len(labels)), 1, -1):
+        longest = [max(map(len, part)) for part in np.array_split(labels, columns)]
+        if 0.052 * sum(longest) + 0.36 * columns <= width - 0.1:
+            return columns
+    return 1
+
+
 def finish(
     figure: Figure,
     title: str,
@@ -121,15 +130,14 @@ def finish(
         figure: with all that it draws.
         title: a line.
         caption: wrapped to the figure's width.
-        legend: entries; fewer columns than asked for where the longest would not fit.
+        legend: entries; fewer columns than asked for where these would not fit.
         legend_columns: at most so many entries beside each other.
     """
     width, height = (float(inches) for inches in figure.get_size_inches())
     kept = caption.replace(" %", "\xa0%").replace("n = ", "n\xa0=\xa0")  # never parted
     lines = [line.replace("\xa0", " ") for line in textwrap.wrap(kept, int(20 * width))]
     below = (0.132 * len(lines) + 0.13) / height
-    longest = max((len(str(entry.get_label())) for entry in legend), default=1)
-    columns = max(1, min(legend_columns, int((width - 0.1) / (0.052 * longest + 0.36))))
+    columns = _columns([str(entry.get_label()) for entry in legend], legend_columns, width)
     legend_rows = -(-len(legend) // columns)
     above = (0.30 + 0.155 * legend_rows) / height
     margin = 0.08 / width
