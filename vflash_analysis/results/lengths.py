@@ -86,7 +86,8 @@ def gate_parts(records: Records, group: DecodeGroup, frames: int) -> dict[str, p
 
 
 def target_fails(parts: dict[str, pd.DataFrame]) -> bool:
-    """Whether one of the target's gates fails; a gate without data, on real clips, does not."""
+    """Whether one of the target's gates fails, over the words or texts of all clips as where its
+    weights are judged; a gate without data, on real clips, does not."""
     found = {name: metrics.value_of(own, ratio) for name, own in parts.items()}
     return any(
         found[name] < limit for name, limit in metrics.TARGET_LIMITS.items() if name in found
@@ -155,7 +156,7 @@ def _rows_at(frames: int, records: Records, study: Records, boot: Bootstrap) -> 
         gates = gate_parts(study, group, frames)
         own: list[Row] = []
         for quantity, parts in gates.items():
-            suite, value = overall(parts, ratio, boot, suites)
+            suite, value = overall(parts, ratio, boot, suites, pooled=True)
             n = count_clips(parts)
             own.append(origin.row(quantity, value, "share", n, suite, "ar", setting=place()))
         for method, setting in _tried(records, group):
@@ -270,7 +271,8 @@ def length_table(records: Records, boot: Bootstrap = DEFAULT_BOOTSTRAP) -> Table
     caption = (
         f"{records.not_measured(LENGTHS_STUDY)} Decoding by visual tokens of the prompt; each clip "
         "is decoded at every length, by a drafter trained on texts about clips of all these lengths. "
-        f"Ours: {over}; n: clips. {undecoded_words(frame)}"
+        f"Ours: {over}, but what the target tells: all its clips' words or texts alike; n: clips. "
+        f"{undecoded_words(frame)}"
         f"† the target fails there: one of its gates is below its limit ({limits}), so what is "
         "accepted there means little. Seconds are of a text: wall is frame reading, vision, prefill "
         "and decoding, prefill all but decoding. Published rows are SPARROW's tables 4 and 5, other "

@@ -94,7 +94,11 @@ def planned_suites(records: Records) -> tuple[str, ...]:
 
 
 def overall(
-    parts: pd.DataFrame, combine: Combine, boot: Bootstrap, suites: Sequence[str]
+    parts: pd.DataFrame,
+    combine: Combine,
+    boot: Bootstrap,
+    suites: Sequence[str],
+    pooled: bool = False,
 ) -> tuple[str, Interval]:
     """One value over all suites of a run, and what it is of.
 
@@ -107,11 +111,12 @@ def overall(
         combine: its formula.
         boot: for the interval.
         suites: `planned_suites` of the run.
+        pooled: the sums over all clips also where all five were chosen.
     """
     parts = per_clip(parts)
     values = [metrics.value_of(parts.loc[parts["benchmark"] == s], combine) for s in suites]
     complete = not any(map(math.isnan, values))
-    if set(suites) == set(BENCHMARKS):
+    if set(suites) == set(BENCHMARKS) and not pooled:
         return "macro", boot.macro(parts, combine) if complete else _NONE
     suite = suites[0] if len(suites) == 1 else "pooled"
     return suite, boot.videos(parts, combine) if complete else _NONE

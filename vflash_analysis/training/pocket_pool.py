@@ -99,11 +99,13 @@ def placeholders(num_frames: int) -> int:
     return num_frames * (GRID // 2) ** 2 + 1
 
 
-def draw_pool(split: str, scenes_per_family: int, num_frames: int = NUM_FRAMES) -> Pool:
-    """Draw the first scenes of each family of a split, the families mixed evenly."""
+def draw_pool(
+    split: str, scenes_per_family: int, num_frames: int = NUM_FRAMES, first: int = 0
+) -> Pool:
+    """Draw scenes of each family of a split, from its `first` on, the families mixed evenly."""
     n = 2  # parts of a family; another number would mix the scenes in another order
     jobs = [
-        (split, family, range(start, scenes_per_family, n), num_frames)
+        (split, family, range(first + start, first + scenes_per_family, n), num_frames)
         for family in pocket.FAMILIES
         for start in range(n)
     ]

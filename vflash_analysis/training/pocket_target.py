@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlavaOnevisionForConditionalGeneration, PreTrainedTokenizerFast
 
+from vflash_analysis.clips.pocket import FAMILIES
 from vflash_analysis.errors import InputError
 from vflash_analysis.records import replace_atomically, sha256_of_file, write_json_atomic
 from vflash_analysis.strict import read_json
@@ -132,19 +133,21 @@ def retrain(
 def retrain_lengths(
     base_folder: Path,
     out_folder: Path,
-    scenes_per_family: int = 600,
-    caption_steps: int = 4800,
-    learning_rate: float = 1e-3,
+    scenes_per_family: int = 1200,
+    caption_steps: int = 3000,
+    learning_rate: float = 7e-4,
 ) -> None:
     """Go on training a pocket target on clips of LENGTHS frames, and write it to `out_folder`.
 
-    Its vision tower and tokenizer stay. What is done is kept as `retrain` keeps it.
+    Its vision tower and tokenizer stay. The scenes are others than those it has learnt from, of
+    which it knows the texts by heart. What is done is kept as `retrain` keeps it.
 
     Raises:
         InputError: the work folder holds a run with other settings.
     """
     work_folder(out_folder).mkdir(parents=True, exist_ok=True)  # says that the base is trained
-    pool = draw_pool("target_training", scenes_per_family, max(LENGTHS))
+    seen = read_json(base_folder / "training_record.json")["scenes"] // len(FAMILIES)
+    pool = draw_pool("target_training", scenes_per_family, max(LENGTHS), first=seen)
     settings = {
         "base_sha256": sha256_of_file(base_folder / "model.safetensors"),
         "scenes": len(pool.answers),
