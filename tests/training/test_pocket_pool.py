@@ -58,8 +58,11 @@ def test_a_pool_draws_its_scenes_in_a_fixed_order(monkeypatch):
         for family in ("VDC", "MLVU")
         for start in (0, 1)
     ]
-    expected = set()
+    further = pocket_pool.draw_pool("target_evaluation", 2, num_frames=2, first=3)
+    first, then = set(), set()
     for family in ("VDC", "MLVU"):
         scenes = pocket.scenes("target_evaluation", family)
-        expected |= {answer(next(scenes)) for _ in range(3)}
-    assert set(pool.answers) == expected and len(pool.answers) == 6
+        first |= {answer(next(scenes)) for _ in range(3)}
+        then |= {answer(next(scenes)) for _ in range(2)}
+    assert set(pool.answers) == first and len(pool.answers) == 6
+    assert set(further.answers) == then and len(further.answers) == 4

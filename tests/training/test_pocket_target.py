@@ -23,8 +23,8 @@ def small(monkeypatch):
     torch.set_num_threads(1)
     asked, build = [], pocket_target.build_model
 
-    def draw(split, scenes, num_frames=9):
-        asked.append((split, scenes, num_frames))
+    def draw(split, scenes, num_frames=9, first=0):
+        asked.append((split, scenes, num_frames, first))
         return drawn(2, num_frames)
 
     monkeypatch.setattr(pocket_target, "draw_pool", draw)
@@ -63,14 +63,11 @@ def test_the_target_of_many_lengths_goes_on_from_the_other(small, tmp_path, monk
         other.setattr(pocket_target, "sha256_of_file", lambda path: f"another {path.name}")
         pocket_target.retrain_lengths(base, out, caption_steps=6)
     pocket_target.retrain_lengths(base, out, caption_steps=6)
-    assert small[-1] == (
-        "target_training",
-        600,
-        10,
-    )  # of each family, as many frames as the longest
+    # scenes of each family, as many frames as the longest, after the two that the base has seen
+    assert small[-1] == ("target_training", 1200, 10, 2)
     record = read_json(out / "training_record.json")
     assert record["frames"] == [1, 3, 10] and record["scenes"] == 10
-    assert record["learning_rate"] == 1e-3 and record["captions"][-1]["step"] == 6
+    assert record["learning_rate"] == 7e-4 and record["captions"][-1]["step"] == 6
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "lengths"]
     before, after = (load_file(folder / "model.safetensors") for folder in (base, out))
     same = {name for name in before if torch.equal(before[name], after[name])}
