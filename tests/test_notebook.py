@@ -226,8 +226,8 @@ def test_later_notebooks_fall_back_on_the_tracked_records(place, monkeypatch):
     (place / "tracked" / "generations.parquet").write_text("one\n")
     stage = open_stage("speedup", "smoke")
     assert stage.tracked and stage.record_folders is None
-    told = "reads the tracked records, not this run's results: 3 of 3 shards are not done, first "
-    assert told + "drafter-self_reveal-0-4-4" in repr(stage)
+    told = "shows the tracked records; of this run 3 of 3 shards are not done, first "
+    assert told + "drafter-self_reveal-0-4-4" in repr(stage).splitlines()[0]
     cost = open_stage("cost", "smoke")  # the target is not there: nothing of its own to show
     assert cost.tracked and cost.shown_folders is None
     for name in STUDIES:

@@ -68,14 +68,13 @@ class OpenStage:
         return self.shard.run_id
 
     def __repr__(self) -> str:
+        name = f"{self.shard.name} ({self.settings.name})"
+        folder = f"  results in {paths.relative_to_root(self.folder)}"
+        if self.tracked:
+            return f"{name}: shows the tracked records; of this run {self.absent}\n{folder}"
         state = "done before: shown, not computed again" if self.done else "to do"
         origin = ", ".join(s.name for s in self.upstream) or "no earlier stage"
-        if self.tracked:
-            origin = f"the tracked records, not this run's results: {self.absent}"
-        return (
-            f"{self.shard.name} ({self.settings.name}): {state}\n"
-            f"  results in {paths.relative_to_root(self.folder)}\n  reads {origin}"
-        )
+        return f"{name}: {state}\n{folder}\n  reads {origin}"
 
     @property
     def tracked(self) -> bool:
