@@ -115,6 +115,11 @@ def _columns(labels: Sequence[str], most: int, width: float) -> int:
     return 1
 
 
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of whole words: joined by spaces they are the text again, "LLaVA-OneVision" too."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
 def finish(
     figure: Figure,
     title: str,
@@ -135,7 +140,7 @@ def finish(
     """
     width, height = (float(inches) for inches in figure.get_size_inches())
     kept = caption.replace(" %", "\xa0%").replace("n = ", "n\xa0=\xa0")  # never parted
-    lines = [line.replace("\xa0", " ") for line in textwrap.wrap(kept, int(20 * width))]
+    lines = [line.replace("\xa0", " ") for line in _wrapped(kept, int(20 * width))]
     below = (0.132 * len(lines) + 0.13) / height
     columns = _columns([str(entry.get_label()) for entry in legend], legend_columns, width)
     legend_rows = -(-len(legend) // columns)
