@@ -167,7 +167,9 @@ def _places(frame: pd.DataFrame) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys(zip(rows["shape"], rows["device"], rows["source"], strict=True)))
 
 
-def _cost_handles(decoded_in: str) -> list[Artist]:
+def _cost_handles(decoded: pd.DataFrame) -> list[Artist]:
+    """Legend entries; `decoded`: the rows of speed-ups at the accepted length of a method."""
+    taus = decoded.drop_duplicates("method").sort_values("method")
     tones = [
         Line2D([], [], color=colour(name), marker=_MARKERS[name], label=f"{label(name)}: forward")
         for name in ("ar", *VFLASH_METHODS)
@@ -183,8 +185,8 @@ def _cost_handles(decoded_in: str) -> list[Artist]:
         Line2D([], [], color=INK, linestyle=_LIMIT, label="bandwidth limit"),
         *(
             Line2D([], [], color=colour(name), marker=_MARKERS[name], linestyle="",
-                   label=f"{label(name)}: at the τ of {decoded_in}", **_DECODED)
-            for name in VFLASH_METHODS
+                   label=f"{label(name)}: at the τ of {tau_of}", **_DECODED)
+            for name, tau_of in zip(taus["method"], taus["tau_of"], strict=True)
         ),
     ]  # fmt: skip
 
@@ -246,7 +248,6 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
         "fewest; edged in black: at the accepted length decoded with these records, an assumption for any "
         "other target."
     )
-    decoded = rows.loc[rows["quantity"] == "modelled_speedup", "tau_of"]
-    handles = _cost_handles(" and ".join(dict.fromkeys(decoded)) or "no run")
+    handles = _cost_handles(rows.loc[rows["quantity"] == "modelled_speedup"])
     finish(figure, "What a forward costs, and what follows", caption, handles, 3)
     return figure, frame
