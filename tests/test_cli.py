@@ -22,6 +22,7 @@ from vflash_analysis.errors import InputError
 from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.playback import pick
 from vflash_analysis.results.sources import final_drafters, load_records
+from vflash_analysis.results.write import Section
 from vflash_analysis.run_facts import tracked_facts
 from vflash_analysis.schemas import BENCHMARKS
 from vflash_analysis.stats import Bootstrap
@@ -378,11 +379,34 @@ def test_report_prints_the_sections_that_are_asked_for(tracked):
     words = ("report", "--table", "T9_beside_paper", "--section", "SPARROW table 4")
     code, output = call(*words)
     assert code == 0 and "SPARROW table 4" in output and "SPARROW table 5" not in output
-    with pytest.raises(InputError, match=r"section 'no such': allowed are the beginnings of"):
+    with pytest.raises(InputError, match=r"section 'no such': allowed is the title, or its begin"):
         call(*words[:-1], "no such")
     for options in (("--section", "x"), ("--table", "T4_lossless", "--out", "page.html")):
         with pytest.raises(InputError, match=r"^--(section|out): allowed with"):
             call("report", *options)
+
+
+def test_a_title_that_begins_another_is_one_section(tracked):
+    words = ("report", "--table", "T1_speedup", "--section")
+    code, output = call(*words, "decoding speed-up")
+    assert code == 0 and "mean of clips" not in output.replace("mean of clips of", "")
+    two = r"\['decoding speed-up', 'decoding speed-up, mean of clips'\]$"
+    with pytest.raises(InputError, match=f"section 'decoding': allowed is .* {two}"):
+        call(*words, "decoding")
+
+
+def test_rows_too_wide_for_the_terminal_have_one_form(monkeypatch, capsys):
+    """Whatever digits a name holds, and where nothing is known."""
+    header = ("method", "objective", "where", "VDC", "macro")
+    wide = "3.00× [2.45, 3.73] (36/36)"
+    body = (("Tree-60", "mask-only", "A", wide, wide), ("chain", "", "C", "–", "3.77×"))
+    monkeypatch.setattr(cli, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setenv("COLUMNS", "40")
+    cli._print_grid(Section("speed-up", header, body, 3))
+    assert capsys.readouterr().out.splitlines() == [
+        "Tree-60, mask-only, A", f"  VDC: {wide}", f"  macro: {wide}",
+        "chain, C", "  VDC: –", "  macro: 3.77×",
+    ]  # fmt: skip
 
 
 def test_a_grid_too_wide_for_the_terminal_has_a_line_for_each_value(monkeypatch, capsys):
@@ -390,7 +414,7 @@ def test_a_grid_too_wide_for_the_terminal_has_a_line_for_each_value(monkeypatch,
     monkeypatch.setattr(cli, "sys", SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True)))
     for columns, told in (("30", "chain, A\n  VDC: 3.00× [2.45, 3.73]\n  macro: –"), ("80", "A ")):
         monkeypatch.setenv("COLUMNS", columns)
-        cli._print_grid(header, body)
+        cli._print_grid(Section("speed-up", header, body, 2))
         assert told in capsys.readouterr().out
 
 

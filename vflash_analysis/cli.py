@@ -364,7 +364,8 @@ def report(
         str | None, typer.Option(help="print this table, as T1_speedup, instead")
     ] = None,
     section: Annotated[
-        str | None, typer.Option(help="with --table: the sections whose title begins so")
+        str | None,
+        typer.Option(help="with --table: the section of this title, or the one that begins so"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="the page's file")] = None,
     as_json: JsonOption = False,
@@ -390,16 +391,25 @@ def report(
         _say({"page": str(path)}, as_json)
         raise typer.Exit(_name_lacking(found))
     made = make_table(table, found, boot)
-    shown = [s for s in made.sections if s.title.startswith(section or "")]
-    if not shown:
-        titles = [one.title for one in made.sections]
-        raise InputError(f"section '{section}': allowed are the beginnings of {titles}")
+    shown = _chosen_sections(made.sections, section) if section else made.sections
     Console().print(Text(made.title, style="bold"), Text(made.caption), sep="\n")
     for one in shown:
         Console().print("", Text(one.title, style="bold"), sep="\n")
-        _print_grid(one.header, one.body)
+        _print_grid(one)
     _say({"table": made.stem, "rows": json.loads(made.frame.to_json(orient="records"))}, as_json)
     raise typer.Exit(_name_lacking(found))
+
+
+def _chosen_sections(sections: Sequence[Any], title: str) -> list[Any]:
+    """The sections of this title, else those of the one title that begins so."""
+    begun = list(dict.fromkeys(one.title for one in sections if one.title.startswith(title)))
+    if title not in begun and len(begun) != 1:
+        allowed = begun or list(dict.fromkeys(one.title for one in sections))
+        raise InputError(
+            f"section '{title}': allowed is the title, or its beginning, of one of {allowed}"
+        )
+    chosen = title if title in begun else begun[0]
+    return [one for one in sections if one.title == chosen]
 
 
 def _write_page(found: Any, boot: Any, options: tuple[Any, ...], out: Path | None) -> Path:
@@ -414,21 +424,21 @@ def _write_page(found: Any, boot: Any, options: tuple[Any, ...], out: Path | Non
         facts = run_facts(profile, stages.plan(*options))
         path = paths.RUNS / profile / "report.html"
     path = (out or path).expanduser()
-    records.write_text_atomic(path, report_page(found, facts, boot))
+    records.write_text_atomic(path, report_page(found, facts, boot, sys.stderr))
     return path
 
 
-def _print_grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    """A table's section; where it is too wide for the terminal, a line for every value."""
+def _print_grid(section: Any) -> None:
+    """A table's section; where it is too wide for the terminal, a line for every value of a row."""
+    header, body, n_names = section.header, section.body, section.n_names
     columns = [max(map(len, column)) for column in zip(header, *body, strict=True)]
     width = Console().width if sys.stdout.isatty() else 200  # as in `_print_table`
     if sum(columns) + 2 * len(columns) <= width:
         _print_table([dict(zip(header, row, strict=True)) for row in body], header)
         return
     for row in body:
-        first = next((i for i, cell in enumerate(row) if any(c.isdigit() for c in cell)), 1)
-        Console().print(Text(", ".join(cell for cell in row[:first] if cell), style="bold"))
-        for name, cell in list(zip(header, row, strict=True))[first:]:
+        Console().print(Text(", ".join(filter(None, row[:n_names])), style="bold"))
+        for name, cell in list(zip(header, row, strict=True))[n_names:]:
             Console().print(Text(f"  {name}: {cell}"))
 
 

@@ -70,8 +70,8 @@ def _coverage(shards: Sequence[Shard], done: Sequence[Shard]) -> pd.DataFrame:
     return pd.DataFrame([(*key, *counts) for key, counts in rows.items()], columns=names)
 
 
-def _bad_clips(done: Sequence[Shard]) -> pd.DataFrame:
-    """Clips that were bad or flagged when the frames that a run uses were read."""
+def _bad_clips(done: Sequence[Shard]) -> pd.DataFrame | None:
+    """Clips that were bad or flagged when the frames that a run uses were read; None unread."""
     for shard in done:
         path = shard.folder / "checked.csv"
         if shard.stage == "clips" and path.is_file():
@@ -81,4 +81,4 @@ def _bad_clips(done: Sequence[Shard]) -> pd.DataFrame:
                 return unusual[["clip_id", "status", "reason", "message"]]
             except (ValueError, KeyError) as error:
                 raise InputError(f"{paths.relative_to_root(path)}: not readable: {error}") from None
-    return pd.DataFrame()
+    return None

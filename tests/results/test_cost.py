@@ -208,6 +208,25 @@ def test_f9_draws_ours_beside_hugging_face_and_break_even():
     assert "nothing compiled whatever `target.compile` says" in cost_table(records).caption
 
 
+def test_f9_legend_shows_what_is_drawn():
+    """Every entry's colour, dashes and marker are those of a line in a panel."""
+    figure, _ = cost_figure(cost_table(decoded_records(cost_rows())).frame)
+
+    def looks(lines):
+        return {
+            (matplotlib.colors.to_hex(one.get_color()), one.get_linestyle(), one.get_marker())
+            for one in lines
+        }
+
+    drawn = looks(line for axis in figure.axes for line in axis.lines)
+    told = looks(figure.legends[0].get_lines())
+    assert told <= drawn and len(told) == len(figure.legends[0].get_texts())
+    speedups = figure.axes[6]
+    marks = {line.get_marker() for line in speedups.lines if len(line.get_xdata()) == 1}
+    assert len(marks) == 2  # chain and Tree-60, told apart without colour
+    assert all(text.get_bbox_patch() is not None for text in speedups.texts)  # no grid behind it
+
+
 def test_f9_keeps_a_labelled_row_without_measurements():
     figure, _ = cost_figure(cost_table(of_costs(cost_rows().iloc[:0])).frame)
     assert figure.axes[0].get_ylabel().startswith(UNMEASURED)

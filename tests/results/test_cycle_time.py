@@ -131,6 +131,13 @@ def test_f10_shows_what_the_speed_up_is_end_to_end():
     assert told == [f"{one:.2f}×" for one in shown]
 
 
+def test_f10_says_what_its_times_are_means_of():
+    figure, _ = cycle_figure(cycle_frame(decoded_records(cost_rows())))
+    told = " ".join(figure.texts[-1].get_text().split())
+    assert "can take more or less" in told  # than decoded, as they were measured alone
+    assert "mean over all cycles, where T1's AR time per token is the mean of the suites" in told
+
+
 def test_f10_without_all_suites_has_no_mean_speed_up():
     figure, _ = cycle_figure(cycle_frame(decoded_records(cost_rows())))
     assert [text.get_text() for text in figure.axes[2].texts] == ["no mean: not all suites decoded"]

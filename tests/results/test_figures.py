@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import seaborn as sns
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from PIL import Image
 
 from tests.results.synthetic import training_rows
@@ -22,6 +22,7 @@ from vflash_analysis.results.objectives import objectives_table
 from vflash_analysis.results.sources import records_from_frames
 from vflash_analysis.results.style import (
     STYLE,
+    TEXT_WIDTH,
     colour,
     error_bar,
     finish,
@@ -179,6 +180,15 @@ def test_case_130_colours_do_not_move_when_an_arm_is_absent(slots):
     assert colour("mask_only") in line_colours(figure.axes[2])
 
 
+def test_f4_tells_of_open_markers_only_where_it_draws_some(slots):
+    def told(frame) -> bool:
+        return "open markers" in acceptance_figure(frame)[0].texts[-1].get_text().replace("\n", " ")
+
+    sure = slots.loc[slots["low"].notna() & slots["high"].notna()].reset_index(drop=True)
+    assert not sure.empty and not told(sure)
+    assert told(sure.assign(low=sure["low"].where(sure.index > 0)))
+
+
 def test_case_139_equal_values_are_drawn(slots):
     flat = slots.assign(value=0.5, low=0.5, high=0.5, status="measured")
     figure, _ = acceptance_figure(flat)
@@ -213,6 +223,25 @@ def test_f5_keeps_absent_arms_in_the_legend(steps):
     figure, _ = training_figure(one, arms=("mask_only", "self_reveal"))
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["mask-only", "self reveal (flow): no data"]
+
+
+def test_f5_accuracies_share_a_scale_around_their_data(steps):
+    figure, _ = training_figure(steps)
+    shares = steps.loc[steps["quantity"] == "slot_accuracy", ["value", "low", "high"]].to_numpy()
+    low, high = np.nanmin(shares.astype(float)), np.nanmax(shares.astype(float))
+    (limits,) = {axis.get_ylim() for axis in figure.axes[1:]}
+    assert low - 0.1 < limits[0] <= low and high <= limits[1] < high + 0.2
+
+
+def test_f5_marks_of_arms_stand_apart():
+    logged = range(100, 1300, 100)
+    records = records_from_frames(
+        {"training": typed_frame(training_rows(ARM_ORDER, (1,), (1200,), tuple(logged)), TRAINING)},
+        "synthetic",
+    )
+    figure, _ = training_figure(training_frame(records))
+    starts = [line.get_markevery() for line in figure.axes[0].lines]
+    assert len(set(starts)) == len(ARM_ORDER) and all(every > 1 for _, every in starts)
 
 
 def test_a_single_logged_step_is_a_visible_mark():
@@ -328,6 +357,41 @@ def small_figure():
     axes[0, 0].plot([1, 2], [3, 4])
     finish(figure, "Title", "A caption that names hardware, n and the interval.")
     return figure
+
+
+@styled
+def legend_of(labels, columns):
+    """The drawn legend's edges and number of rows, on a figure as wide as a page's text."""
+    figure, _ = new_figure(TEXT_WIDTH, 2)
+    finish(figure, "Title", "Caption.", [Patch(label=one) for one in labels], columns)
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    places = [text.get_window_extent() for text in legend.get_texts()]
+    rows = len({round(place.y0 + place.height / 2) // 4 for place in places})
+    return box.x0, box.x1, figure.bbox.width, rows
+
+
+@pytest.mark.parametrize("longest", [10, 34, 60, 90])
+@pytest.mark.parametrize("n_entries", [2, 5, 6, 9])
+def test_a_legend_stays_within_its_figure(longest, n_entries):
+    labels = ["e" * (longest if place % 3 == 1 else 4) for place in range(n_entries)]
+    left, right, width, _ = legend_of(labels, n_entries)
+    assert 0 <= left < right <= width
+
+
+def test_a_legend_takes_no_more_rows_than_it_needs():
+    parts = ["verify", "draft", "prompt projection", "tree building", "bookkeeping", "cost model"]
+    assert legend_of(parts, 6)[-1] == 1
+    assert legend_of(parts, 3)[-1] == 2
+    assert legend_of(["a", "b" * 60, "c"], 3)[-1] == 1
+
+
+def test_a_caption_is_whole_again_once_its_lines_are_joined():
+    words = " ".join(["LLaVA-OneVision-7B on one-H100-machine"] * 9)
+    figure, _ = new_figure(3, 2)
+    finish(figure, "Title", words)
+    assert " ".join(figure.texts[-1].get_text().split("\n")) == words
+    assert "\n" in figure.texts[-1].get_text()
 
 
 def test_case_138_equal_data_give_equal_bytes(steps, tmp_path):

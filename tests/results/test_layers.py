@@ -126,6 +126,15 @@ def test_the_attention_figure_draws_its_frame(measured):
     assert sorted(len(line.get_xdata()) for line in lines_of(right)) == [4, 4, 4]
     assert "n = 10 clips" in figure.texts[-1].get_text().replace("\n", " ")
     assert DEVICE in figure.texts[-1].get_text().replace("\n", " ")
+    legend = figure.legends[0]
+    names = [text.get_text() for text in legend.get_texts()]
+    told = {
+        name: line.get_color() for name, line in zip(names, legend.get_lines(), strict=True)
+        if name.endswith(", nothing removed")
+    }  # fmt: skip
+    drawn = [line.get_color() for line in right.lines if len(line.get_xdata()) == 2]
+    assert sorted(told.values()) == sorted(drawn) and len(told) == 2
+    assert "on the video, the head with most (left only)" in names
 
 
 def test_the_similarity_figure_draws_its_frame(measured):

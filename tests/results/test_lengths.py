@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from tests.results.synthetic import DEVICE, cycle_row, failed_row, generation_row, records_of
+from vflash_analysis.metrics import TARGET_LIMITS
 from vflash_analysis.records import blank_row
 from vflash_analysis.results import lengths
 from vflash_analysis.results.report import make_figure, make_table
@@ -170,6 +171,18 @@ def test_the_figure_marks_every_length_and_hollow_ones_where_the_target_fails(re
     assert sorted(solid) == [145, 145, 1601, 1601] and sorted(hollow) == [33, 33]
     assert frame.equals(make_table("T5_visual_length", records, BOOT).frame)
     assert len(figure.axes) == 4
+
+
+def test_a_gates_mark_is_hollow_where_that_gate_fails_and_its_limit_is_drawn(records):
+    figure, _ = make_figure("F6_visual_length", records, BOOT)
+    gates = figure.axes[3]
+    level = [line.get_ydata()[0] for line in gates.lines if list(line.get_xdata()) == [0, 1]]
+    assert sorted(level) == sorted(TARGET_LIMITS.values())
+    hollow = {
+        (line.get_marker(), x) for line in gates.lines if line.get_markerfacecolor() == "white"
+        for x in line.get_xdata()
+    }  # fmt: skip
+    assert hollow == {("s", 33.0)}  # motion at the fewest frames; the other gates pass there
 
 
 def test_nothing_measured_keeps_a_labelled_place():

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import io
 import re
 from html.parser import HTMLParser
 
@@ -13,7 +14,7 @@ from tests.browser import needs_chromium, visit
 from tests.results.synthetic import generation_row, records_of
 from vflash_analysis.results import page, report, style
 from vflash_analysis.results.page import Facts, failed_decodes, report_page
-from vflash_analysis.results.write import Section, Table
+from vflash_analysis.results.write import Section, Table, cell_text
 
 VOID = {"meta", "img", "br", "link"}
 TITLE = 'A run <of> "two" & more'
@@ -55,7 +56,9 @@ def small(monkeypatch):
                   (Section("part & parcel", ("name", "value"), rows),))  # fmt: skip
     one = {"F5_training": report.FIGURE_OF_FRAME["F5_training"]}
     for module in (page, report):
-        monkeypatch.setattr(module, "TABLES", {"T0_own": lambda records, boot: table})
+        headlines = {stem: report.TABLES[stem] for stem, _ in page._HEADLINES}
+        tables = {"T0_own": lambda records, boot: table, **headlines}
+        monkeypatch.setattr(module, "TABLES", tables)
         monkeypatch.setattr(module, "FIGURE_OF_TABLE", {})
         monkeypatch.setattr(module, "FIGURE_OF_FRAME", one)
 
@@ -85,7 +88,7 @@ def lacking(records):
 
 @pytest.mark.usefixtures("small")
 def test_the_page_is_whole_escaped_and_asks_for_nothing(lacking, facts, boot):
-    text = report_page(lacking, facts, boot)
+    text = report_page(lacking, facts, boot, io.StringIO())
     reader = Reader()
     reader.feed(text)
     assert reader.open == [] and len(set(reader.ids)) == len(reader.ids)
@@ -101,18 +104,51 @@ def test_the_page_is_whole_escaped_and_asks_for_nothing(lacking, facts, boot):
     (image,) = reader.images
     assert image["alt"].startswith("F5 Training: loss and accuracy by slot. ")
     assert "No run has left a summary here." in reader.text
-    assert text == report_page(lacking, facts, boot)
+    assert text == report_page(lacking, facts, boot, io.StringIO())
 
 
 @pytest.mark.usefixtures("small")
 def test_a_page_without_facts_says_so(records, boot):
-    text = report_page(records, Facts("Nothing"), boot)
+    text = report_page(records, Facts("Nothing"), boot, io.StringIO())
     for told in (
         "No manifest was found.",
-        "No list of bad or flagged clips, or none on it.",
+        "These are tracked records, not a run of this machine: there is no plan to compare with.",
+        "No list of bad clips: it is written where a run reads its clips.",
         "No decode failed.",
     ):
         assert f"<p>{told}</p>" in text
+
+
+@pytest.mark.usefixtures("small")
+def test_a_page_begins_with_its_headline_and_folds_nothing(records, facts, boot):
+    many = pd.DataFrame(
+        [(f"shard-{i}", f"commit-{i}") for i in range(50)], columns=["shard", "git"]
+    )
+    facts = dataclasses.replace(facts, machine=many, bad_clips=facts.bad_clips.iloc[:0])
+    text = report_page(records, facts, boot, io.StringIO())
+    assert "<details" not in text and "commit-49" in text  # print shows no folded rows
+    assert "<p>Every clip was read as asked.</p>" in text
+    first, _, rest = text.partition("<table>")
+    assert 'id="headline"' in first and 'id="run"' not in first
+    headline = rest.partition("</table>")[0].replace("\u00a0", " ")
+    assert "SPARROW" not in headline and "as published" not in headline
+    for stem, quantity in page._HEADLINES:
+        frame = report.make_table(stem, records, boot).frame
+        rows = frame.loc[(frame["quantity"] == quantity) & (frame["benchmark"] == "macro")]
+        rows = rows.loc[rows["status"] == "measured"]
+        assert len(rows) > 1
+        assert all(cell_text(row) in headline for _, row in rows.iterrows())
+
+
+@pytest.mark.usefixtures("small")
+def test_a_page_tells_how_far_it_is(records, facts, boot):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    report_page(records, facts, boot, stream)
+    assert "4/4 tables and figures, F5_training, in 0:0" in stream.getvalue()
+    assert (
+        "1/4 tables and figures, T0_own, about" in stream.getvalue() or "2/4" in stream.getvalue()
+    )
 
 
 def test_cells_do_not_break_within_an_interval():
@@ -150,7 +186,7 @@ def test_failed_decodes_are_counted_by_reason(lacking):
 @pytest.mark.usefixtures("small")
 def test_a_browser_shows_it_without_a_message_or_a_request(records, facts, boot, tmp_path):
     path = tmp_path / "report.html"
-    path.write_text(report_page(records, facts, boot), encoding="utf-8")
+    path.write_text(report_page(records, facts, boot, io.StringIO()), encoding="utf-8")
     seen = visit(path)
     assert seen.errors == [] and seen.requests == []
-    assert len(seen.texts("caption")) == 2
+    assert len(seen.texts("caption")) == 4  # three tables and a figure

@@ -353,6 +353,7 @@ def _section(
         title,
         tuple(names[i] for i in kept),
         tuple(tuple(cells[i] for i in kept) for cells in body),
+        sum(i < names.index("published") for i in kept),
     )
 
 

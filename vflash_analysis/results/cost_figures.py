@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,14 +30,17 @@ from vflash_analysis.results.style import (
 from vflash_analysis.results.tidy import MISSING, MODELLED, checked, label
 from vflash_analysis.schemas import BLOCK_SIZE, HUGGING_FACE, OURS, VERIFY_ROWS, VFLASH_METHODS
 
-_PANELS = (  # title, the target's forward, the draft beside it, whose colour
+_PANELS = (  # title, the target's forward, the draft beside it, whose look
     ("AR step (1 row)", "ar", "", "ar"),
     (f"chain: verify ({BLOCK_SIZE} rows)", "verify_chain", "draft_chain", "chain"),
     (f"Tree-60: verify ({VERIFY_ROWS} rows)", "verify_tree60", "draft_tree60", "tree60"),
 )
 _ALIKE = 0.02  # lines whose break-even differs by less lie on each other: one is drawn
-_HF_COLOUR = "#CC79A7"
+_HF_COLOUR, _HF_MARKER = "#CC79A7", "v"
+_MARKERS = {"ar": "D", "chain": "o", "tree60": "s"}  # of chain and Tree-60 as in F6
+_DECODED: Any = {"markersize": 4.6, "markeredgecolor": INK, "markeredgewidth": 0.7}
 _LIMIT = (0, (1, 1.2))
+_BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # no grid behind a text
 _DRAFT = (0, (4, 1.5))
 UNMEASURED = "this profile's target"
 
@@ -51,17 +55,19 @@ def _line(axis: Axes, rows: pd.DataFrame, **look: object) -> None:
     axis.errorbar(x, value, yerr=ends, elinewidth=0.7, **look)  # type: ignore[arg-type]
 
 
-def _draw_forwards(axis: Axes, rows: pd.DataFrame, forward: str, draft: str, tone: str) -> None:
+def _draw_forwards(axis: Axes, rows: pd.DataFrame, forward: str, draft: str, method: str) -> None:
     """Ours with its draft, Hugging Face's and the limit, or what is modelled."""
     times = rows.loc[rows["quantity"] == "forward_ms"]
     own, ours = times.loc[times["forward"] == forward], times["by"].isin((OURS, LIMIT))
+    tone, sign = colour(method), _MARKERS[method]
     face = "white" if MODELLED in set(own["status"]) else tone
-    _line(axis, own.loc[ours], color=tone, marker="o", markerfacecolor=face)
+    _line(axis, own.loc[ours], color=tone, marker=sign, markerfacecolor=face)
     if draft:
         drafts = times.loc[(times["forward"] == draft) & ours]
-        _line(axis, drafts, color=tone, marker="o", markerfacecolor=face, markersize=2.4,
+        _line(axis, drafts, color=tone, marker=sign, markerfacecolor=face, markersize=2.4,
               linestyle=_DRAFT, linewidth=1)  # fmt: skip
-    _line(axis, own.loc[own["by"] == HUGGING_FACE], color=_HF_COLOUR, marker="s", markersize=3)
+    theirs = own.loc[own["by"] == HUGGING_FACE]
+    _line(axis, theirs, color=_HF_COLOUR, marker=_HF_MARKER, markersize=3)
     limits = rows.loc[(rows["quantity"] == "limit_ms") & (rows["forward"] == forward)]
     _line(axis, limits, color=INK, linestyle=_LIMIT, linewidth=1.1)
 
@@ -73,7 +79,7 @@ def _draw_page(axis: Axes, rows: pd.DataFrame) -> None:
         axis.plot([x, x], [page["low"], page["high"]], color=QUIET, linewidth=4, zorder=1)
         axis.annotate(
             "the page's AR, per token", (x, page["high"]), xytext=(-5, -5), ha="right",
-            textcoords="offset points", fontsize=6.5, color=QUIET,
+            textcoords="offset points", fontsize=6.5, color=QUIET, bbox=_BLANK, zorder=1,
         )  # fmt: skip
 
 
@@ -96,19 +102,20 @@ def _draw_speedups(axis: Axes, rows: pd.DataFrame) -> None:
     for context, line, width in ((lengths[-1], "-", 1.3), (lengths[0], _DRAFT, 0.9)):
         here = rows["context"] == str(context)
         for method in VFLASH_METHODS:
-            tone = colour(method)
+            tone, sign = colour(method), _MARKERS[method]
             for at in shown.loc[here & (shown["method"] == method), "value"].astype(float):
                 if not alike:
-                    _draw_speedup(axis, at, tone, linestyle=line, linewidth=width)
+                    _draw_speedup(axis, at, tone, sign, linestyle=line, linewidth=width)
                 told.setdefault(f"after {_length(context)}", []).append(f"{at:.2f}")
             decoded = rows.loc[
                 here & (rows["quantity"] == "modelled_speedup") & (rows["method"] == method)
             ]
             for _, point in decoded.iterrows():
-                axis.plot(float(point["tau"]), point["value"], "D", color=tone, markersize=4,
-                          markeredgecolor=INK, markeredgewidth=0.7, zorder=5)  # fmt: skip
+                axis.plot(
+                    float(point["tau"]), point["value"], sign, color=tone, zorder=5, **_DECODED
+                )
     if alike:
-        _draw_speedup(axis, least, QUIET, linestyle="-", linewidth=1.3)
+        _draw_speedup(axis, least, QUIET, _MARKERS["ar"], linestyle="-", linewidth=1.3)
         told = {"after any length, one line": [f"\n{least:.2f} to {most:.2f}"]}
     words = [f"{name}: {' and '.join(values)}" for name, values in told.items()]
     axis.axhline(1, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -116,16 +123,17 @@ def _draw_speedups(axis: Axes, rows: pd.DataFrame) -> None:
     axis.set_ylim(0, 1.4 * axis.get_ylim()[1])
     names = " and ".join(label(method) for method in VFLASH_METHODS)
     axis.annotate(
-        "\n".join(["breaks even (circles) at τ,", names, *words]), (0.03, 0.98),
-        xycoords="axes fraction", va="top", fontsize=6.5, color=QUIET,
+        "\n".join(["breaks even (hollow) at τ,", names, *words]), (0.03, 0.98),
+        xycoords="axes fraction", va="top", fontsize=6.5, color=QUIET, zorder=1,
+        bbox=_BLANK,
     )  # fmt: skip
 
 
-def _draw_speedup(axis: Axes, even: float, tone: str, **look: object) -> None:
-    """The line tau / `even`, with a circle where it breaks even."""
+def _draw_speedup(axis: Axes, even: float, tone: str, sign: str, **look: object) -> None:
+    """The line tau / `even`, with a hollow marker where it breaks even."""
     ends = np.array([1.0, BLOCK_SIZE])
     axis.plot(ends, ends / even, color=tone, **look)  # type: ignore[arg-type]
-    axis.plot(even, 1, "o", color="white", markeredgecolor=tone, markersize=3.4, zorder=4)
+    axis.plot(even, 1, sign, color="white", markeredgecolor=tone, markersize=3.4, zorder=4)
 
 
 def _apart(lengths: Sequence[float]) -> list[float]:
@@ -159,18 +167,28 @@ def _places(frame: pd.DataFrame) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys(zip(rows["shape"], rows["device"], rows["source"], strict=True)))
 
 
-def _cost_handles(decoded_in: str) -> list[Artist]:
+def _cost_handles(decoded: pd.DataFrame) -> list[Artist]:
+    """Legend entries; `decoded`: the rows of speed-ups at the accepted length of a method."""
+    taus = decoded.drop_duplicates("method").sort_values("method")
     tones = [
-        Line2D([], [], color=colour(name), marker="o", label=f"{label(name)}: target forward")
+        Line2D([], [], color=colour(name), marker=_MARKERS[name], label=f"{label(name)}: forward")
         for name in ("ar", *VFLASH_METHODS)
     ]
     return [
         *tones,
-        Line2D([], [], color=INK, linestyle=_DRAFT, linewidth=1, label="its draft"),
-        Line2D([], [], color=_HF_COLOUR, marker="s", label="Hugging Face, SDPA"),
+        *(
+            Line2D([], [], color=colour(name), marker=_MARKERS[name], markersize=2.4,
+                   linestyle=_DRAFT, linewidth=1, label=f"{label(name)}: draft")
+            for name in VFLASH_METHODS
+        ),
+        Line2D([], [], color=_HF_COLOUR, marker=_HF_MARKER, label="Hugging Face, SDPA"),
         Line2D([], [], color=INK, linestyle=_LIMIT, label="bandwidth limit"),
-        Line2D([], [], color=INK, marker="D", linestyle="", label=f"at the τ of {decoded_in}"),
-    ]
+        *(
+            Line2D([], [], color=colour(name), marker=_MARKERS[name], linestyle="",
+                   label=f"{label(name)}: at the τ of {tau_of}", **_DECODED)
+            for name, tau_of in zip(taus["method"], taus["tau_of"], strict=True)
+        ),
+    ]  # fmt: skip
 
 
 @styled
@@ -202,8 +220,8 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
                 axis.set_xticks([])
                 axis.set_yticks([])
             continue
-        for axis, (_, forward, draft, tone) in zip(panels, _PANELS, strict=True):
-            _draw_forwards(axis, mine, forward, draft, colour(tone))
+        for axis, (_, forward, draft, method) in zip(panels, _PANELS, strict=True):
+            _draw_forwards(axis, mine, forward, draft, method)
         _draw_page(panels[0], own.loc[(own["by"] == PAGE)])
         _set_scales(panels, sorted({float(length) for length in mine["context"] if length}))
         _draw_speedups(last, mine)
@@ -227,10 +245,9 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
         "time on one H100. Bandwidth limit: bytes that must be read over copy bandwidth (read + "
         "written); a processor's caches can beat it. Speed-up over the accepted length τ, tokens "
         "per verify call: τ × AR / (draft + verify), solid after the most tokens, dashed after the "
-        "fewest; diamonds: at the accepted length decoded with these records, an assumption for any "
+        "fewest; edged in black: at the accepted length decoded with these records, an assumption for any "
         "other target."
     )
-    decoded = rows.loc[rows["quantity"] == "modelled_speedup", "tau_of"]
-    handles = _cost_handles(" and ".join(dict.fromkeys(decoded)) or "no run")
-    finish(figure, "What a forward costs, and what follows", caption, handles, len(handles))
+    handles = _cost_handles(rows.loc[rows["quantity"] == "modelled_speedup"])
+    finish(figure, "What a forward costs, and what follows", caption, handles, 3)
     return figure, frame

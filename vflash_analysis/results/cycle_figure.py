@@ -208,12 +208,13 @@ def cycle_figure(frame: pd.DataFrame) -> Drawn:
         frame.loc[frame["quantity"] == name, "n"] for name in ("cycle_ms", "end_to_end_ms")
     )
     caption = (
-        "Above: where a cycle's time goes, and how much of it the forwards alone explain. Below: "
+        "Above: where a cycle's time goes, beside the time of its forwards alone. Below: "
         "reading, vision and prefill are the same for every method, so the end-to-end speed-up is "
         f"the smaller one. Decoded on {devices_text(frame)}; n = {span_text(told)} cycles, "
         f"{span_text(clips)} clips; error bars: 95 % bootstrap over videos. Hatched: the same "
-        "forwards measured alone with random weights on this machine, at the cycles' mean context; "
-        "the cost model knows no other time. Prompt projection: once a text, spread over its "
+        "forwards measured alone, with random weights, at the cycles' mean context: without the "
+        "loop around them, and with other caches and at another time, so they can take more or less. "
+        "A cycle: mean over all cycles, where T1's AR time per token is the mean of the suites. Prompt projection: once a text, spread over its "
         "cycles. Bookkeeping: masks, cache moves, recording."
     )
     handles: list[Artist] = [

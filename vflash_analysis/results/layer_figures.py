@@ -149,12 +149,16 @@ def attention_figure(frame: pd.DataFrame) -> Drawn:
         axes[line, 0].set_ylabel("share")
     names = _names(REMOVED, frame)
     handles = [_handle(_KIND_LOOKS[kind], f"on {_KIND_WORDS[kind]}") for kind in KINDS]
-    thin, quiet = _KIND_LOOKS["visual"].colour, _Look(QUIET, "", _DASHED)
+    thin = _KIND_LOOKS["visual"].colour
     handles += [
-        _handle(_Look(thin, "", _DASHED), label(MAX_HEAD)),
+        _handle(_Look(thin, "", _DASHED), f"{label(MAX_HEAD)} (left only)"),
         _handle(_Look(QUIET, "", _DOTTED), label(EVEN)),
-        _handle(quiet, "plain decoding, nothing removed"),
         *(_handle(look, names[quantity]) for quantity, look in _REMOVED_LOOKS.items()),
+        *(
+            _handle(_Look(look.colour, "", _DASHED), f"{label(quantity)}, nothing removed")
+            for quantity, look in _REMOVED_LOOKS.items()
+            if _of_no_layer(frame, quantity)
+        ),
     ]
     caption = (
         "Left and middle: attention weights summed over positions of a kind, mean over heads; above "

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from vflash_analysis.metrics import TARGET_LIMITS
 from vflash_analysis.results.lengths import (
     NO_VIDEO,
     own_setting,
@@ -225,8 +226,11 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
     )  # fmt: skip
     for quantity, tone, sign in _GATES:
         own = ours.loc[ours["quantity"] == quantity]
-        if not own.empty:
+        limit = TARGET_LIMITS[quantity]
+        if not own.empty:  # hollow where this gate fails, not another of that length
+            own = own.assign(status=own["status"].where(own["value"] < limit, ""))
             _draw_line(gates, own, tone, "-", sign)
+            gates.axhline(limit, color=tone, linewidth=0.8, linestyle=_DASHED, zorder=1)
     gates.legend(
         handles=[
             Line2D([], [], color=tone, marker=sign, label=label(quantity))
@@ -263,7 +267,8 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
             f"Ours on {devices_text(ours)}; {_counts(ours)}; "
             "error bars: 95 % bootstrap over videos. The drafter was trained on texts about clips of "
             "all these lengths. Look at whether the accepted length holds as the prompt grows, and "
-            "what becomes of the speed-up once a verify of many rows and the prefill cost more. "
+            "what becomes of the speed-up once a verify of many rows and the prefill cost more. Dashed at "
+            "the lower right: each gate's limit, which a hollow mark there lies below. "
         )
     caption = told + undecoded_words(frame) + "Grey: SPARROW's table 4, Qwen2.5-VL-7B on an A800."
     handles = _handles(series, not paper.empty, not whole.empty)

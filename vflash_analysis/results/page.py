@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from string import Template
+from typing import IO
 
 import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
 
+from vflash_analysis.progress import CountLine
 from vflash_analysis.results import style
 from vflash_analysis.results.report import (
     FIGURE_OF_FRAME,
@@ -27,7 +29,8 @@ from vflash_analysis.results.report import (
     make_table,
 )
 from vflash_analysis.results.sources import Records
-from vflash_analysis.results.write import Section, Table
+from vflash_analysis.results.tidy import MEASURED, MISSING, STORED
+from vflash_analysis.results.write import Section, Table, cell_text, pivot
 from vflash_analysis.stats import Bootstrap
 
 _PAGE = Template("""<!doctype html>
@@ -46,6 +49,7 @@ h4 { font-size: .95rem; margin: 1rem 0 .3rem; }
 .caption { color: #555; font-size: .88rem; max-width: 60rem; }
 nav ul { columns: 2; padding-left: 1.2rem; }
 .scroll { overflow-x: auto; }
+.tall { max-height: 24rem; overflow-y: auto; }
 table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; border-bottom: 1px solid #e3e3e3; text-align: left;
   vertical-align: top; }
@@ -53,13 +57,13 @@ th.long { min-width: 12rem; }
 td.long { min-width: 16rem; }
 thead th { border-bottom: 2px solid #888; }
 th:first-child { position: sticky; left: 0; background: #fff; }
-img { max-width: 100%; height: auto; }
+img { width: 100%; height: auto; }
 figure { margin: 1rem 0; }
 @media print {
   body { max-width: none; font-size: 9pt; padding: 0; }
   .caption { font-size: 8pt; max-width: none; }
   nav { display: none; }
-  .scroll { overflow: visible; }
+  .scroll { overflow: visible; max-height: none; }
   table { font-size: 6.5pt; }
   th.long, td.long { min-width: 0; }
   th:first-child { position: static; }
@@ -79,7 +83,11 @@ $body
 </html>
 """)
 _ROW = ' scope="row"'
-_MOST_ROWS = 20  # of a frame that is shown without a click
+_NO_PLAN = "These are tracked records, not a run of this machine: there is no plan to compare with."
+_NO_CLIPS = "No list of bad clips: it is written where a run reads its clips."
+_GOOD_CLIPS = "Every clip was read as asked."
+_MOST_ROWS = 20  # of a frame that a screen shows without a scroll bar of its own
+_HEADLINES = (("T1_speedup", "decode_speedup"), ("T2_accepted_length", "accepted_length"))
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class Facts:
         coverage: stage, suite, planned and done.
         waiting: shard and why it is not done, or that it is stale.
         summary: how shards ended when they last ran.
-        bad_clips: clips that could not be read as asked, with status, reason and message.
+        bad_clips: clips that could not be read as asked, with status, reason and message; None where
+            no clips were read.
     """
 
     title: str
@@ -100,7 +109,7 @@ class Facts:
     coverage: pd.DataFrame = field(default_factory=pd.DataFrame)
     waiting: pd.DataFrame = field(default_factory=pd.DataFrame)
     summary: pd.DataFrame = field(default_factory=pd.DataFrame)
-    bad_clips: pd.DataFrame = field(default_factory=pd.DataFrame)
+    bad_clips: pd.DataFrame | None = None
 
 
 def _anchor(text: str) -> str:
@@ -114,7 +123,7 @@ def _cell(tag: str, text: str, most: int, marks: str = "") -> str:
     return f"<{tag}{marks}{long}>{escape(kept)}</{tag}>"
 
 
-def _grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def _grid(header: Sequence[str], body: Sequence[Sequence[str]], marks: str = "scroll") -> str:
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     rows = []
     for cells in body:
@@ -122,20 +131,18 @@ def _grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
         told = "".join(_cell("td", one, 60) for one in rest)
         rows.append(f"<tr>{_cell('th', first, 24, _ROW)}{told}</tr>")
     return (
-        f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>\n'
+        f'<div class="{marks}"><table><thead><tr>{head}</tr></thead>\n<tbody>\n'
         + "\n".join(rows)
         + "\n</tbody></table></div>"
     )
 
 
 def _frame(frame: pd.DataFrame, nothing: str) -> str:
-    """A frame as a table, folded where it is long, or the sentence that there is nothing."""
+    """A frame as a table, scrolled on a screen where it is long, or the sentence for none."""
     if frame.empty:
         return f"<p>{escape(nothing)}</p>"
-    told = _grid([str(column) for column in frame.columns], _texts(frame))
-    if len(frame) <= _MOST_ROWS:
-        return told
-    return f"<details><summary>{len(frame)} rows</summary>\n{told}</details>"
+    marks = "scroll tall" if len(frame) > _MOST_ROWS else "scroll"
+    return _grid([str(column) for column in frame.columns], _texts(frame), marks)
 
 
 def _texts(frame: pd.DataFrame) -> list[list[str]]:
@@ -208,7 +215,7 @@ def _coverage(facts: Facts) -> list[str]:
     """What of the plan is done, what is not, and how it ended; of records without a plan a line."""
     head = '<h2 id="coverage">Coverage</h2>'
     if facts.coverage.empty:
-        return [head, "<p>No plan belongs to these records.</p>"]
+        return [head, f"<p>{_NO_PLAN}</p>"]
     return [
         head,
         _frame(facts.coverage, ""),
@@ -217,6 +224,21 @@ def _coverage(facts: Facts) -> list[str]:
         '<h3 id="ended">How shards ended when they last ran</h3>',
         _frame(facts.summary, "No run has left a summary here."),
     ]
+
+
+def _headline(tables: Mapping[str, Table]) -> str:
+    """Macro speed-up and accepted length of every method and arm of ours, from their tables."""
+    found = []
+    for stem, quantity in _HEADLINES:
+        rows = tables[stem].frame
+        ours = (rows["benchmark"] == "macro") & rows["status"].isin((MEASURED, STORED, MISSING))
+        rows = rows.loc[ours & (rows["quantity"] == quantity)]
+        found.append(rows.assign(cell=[cell_text(row) for _, row in rows.iterrows()]))
+    rows = pd.concat(found)
+    if rows.empty:
+        return "<p>Nothing was decoded.</p>"
+    names = [("method", "method"), ("objective", "objective"), ("device", "device")]
+    return _section(pivot(rows, "Mean of the suites", names, "quantity", dict(_HEADLINES).values()))
 
 
 def _summary(records: Records) -> str:
@@ -236,31 +258,49 @@ def _summary(records: Records) -> str:
     return told
 
 
-def report_page(records: Records, facts: Facts, boot: Bootstrap) -> str:
+def report_page(records: Records, facts: Facts, boot: Bootstrap, stream: IO[str]) -> str:
     """The page's HTML.
 
     Args:
         records: of a run, or the tracked ones.
         facts: what is told beside them.
         boot: of the intervals.
+        stream: where the progress goes.
     """
-    made = {stem: make_table(stem, records, boot) for stem in TABLES}
+    figures = sorted((*FIGURE_OF_TABLE, *FIGURE_OF_FRAME), key=_number)
+    line = CountLine("tables and figures", len(TABLES) + len(figures), stream)
+    made = {}
+    for stem in TABLES:
+        made[stem] = make_table(stem, records, boot)
+        line.update(len(made), stem)
     parts = [
+        '<h2 id="headline">In short</h2>',
+        _headline(made),
         '<h2 id="run">The run</h2>',
         _frame(facts.machine, "No manifest was found."),
         *_coverage(facts),
         '<h2 id="bad">Bad clips and failed decodes</h2>',
-        _frame(facts.bad_clips, "No list of bad or flagged clips, or none on it."),
+        (
+            f"<p>{_NO_CLIPS}</p>"
+            if facts.bad_clips is None
+            else _frame(facts.bad_clips, _GOOD_CLIPS)
+        ),
         _frame(failed_decodes(records), "No decode failed."),
         '<h2 id="figures">Figures</h2>',
         "<p>F3, the replay, is a page of its own: F3_replay.html, which vflash figures writes.</p>",
     ]
-    entries = [("run", "The run"), ("coverage", "Coverage"), ("bad", "Bad clips")]
-    for stem in sorted((*FIGURE_OF_TABLE, *FIGURE_OF_FRAME), key=_number):
+    entries = [
+        ("headline", "In short"),
+        ("run", "The run"),
+        ("coverage", "Coverage"),
+        ("bad", "Bad clips"),
+    ]
+    for place, stem in enumerate(figures, start=1):
         table = made[FIGURE_OF_TABLE[stem][0]] if stem in FIGURE_OF_TABLE else None
         title, text = _figure(stem, make_figure(stem, records, boot, table)[0])
         parts.append(text)
         entries.append((_anchor(stem), title))
+        line.update(len(made) + place, stem)
     parts.append('<h2 id="tables">Tables</h2>')
     for stem, table in made.items():
         parts.append(_table(table))

@@ -21,8 +21,10 @@ import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from matplotlib.textpath import text_to_path
 from PIL import Image
 
 from vflash_analysis.errors import InputError
@@ -108,11 +110,21 @@ def new_figure(
 
 def _columns(labels: Sequence[str], most: int, width: float) -> int:
     """How many columns of a legend fit into so many inches, filled from above as matplotlib does."""
+    font = FontProperties(size=STYLE["legend.fontsize"])
+    widths = [
+        text_to_path.get_text_width_height_descent(one, font, ismath=False)[0] / 72
+        for one in labels
+    ]
     for columns in range(min(most, len(labels)), 1, -1):
-        longest = [max(map(len, part)) for part in np.array_split(labels, columns)]
-        if 0.052 * sum(longest) + 0.36 * columns <= width - 0.1:
+        longest = [max(part) for part in np.array_split(widths, columns)]
+        if sum(longest) + 0.36 * columns <= width - 0.1:
             return columns
     return 1
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of whole words: joined by spaces they are the text again, "LLaVA-OneVision" too."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def finish(
@@ -135,7 +147,7 @@ def finish(
     """
     width, height = (float(inches) for inches in figure.get_size_inches())
     kept = caption.replace(" %", "\xa0%").replace("n = ", "n\xa0=\xa0")  # never parted
-    lines = [line.replace("\xa0", " ") for line in textwrap.wrap(kept, int(20 * width))]
+    lines = [line.replace("\xa0", " ") for line in _wrapped(kept, int(20 * width))]
     below = (0.132 * len(lines) + 0.13) / height
     columns = _columns([str(entry.get_label()) for entry in legend], legend_columns, width)
     legend_rows = -(-len(legend) // columns)

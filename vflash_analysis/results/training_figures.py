@@ -76,15 +76,16 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
     figure, axes = new_figure(TEXT_WIDTH, 4.7, 2, 3, sharex=True)
     panels = [("loss_mask", "", "loss from all masks (nats)")]
     panels += [("slot_accuracy", str(slot), f"accuracy at slot {slot}") for slot in TRAINING_SLOTS]
+    limits = _share_limits(keyed.loc[keyed["quantity"] == "slot_accuracy"])
     for axis, (quantity, slot, words) in zip(axes.flat, panels, strict=True):
         rows = keyed.loc[(keyed["quantity"] == quantity) & (keyed["slot"] == slot)]
-        for arm in shown:
-            _draw_steps(axis, rows.loc[rows["objective"] == arm], arm)
+        for place, arm in enumerate(shown):
+            _draw_steps(axis, rows.loc[rows["objective"] == arm], arm, place / len(shown))
         if rows.empty:
             no_data(axis)
         axis.set_title(words)
         if quantity == "slot_accuracy":
-            axis.set_ylim(0, 1)
+            axis.set_ylim(*limits)
     for axis in axes[-1]:
         axis.set_xlabel("training step")
     bands = "; bands: smallest and largest seed" if (frame["n"] > 1).any() else ""
@@ -94,23 +95,36 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
         f"Trained on {devices_text(frame)}. "
         f"Lines: mean over training seeds (n = {span_text(frame['n'])}){bands}. The data size and "
         "budget of the drafters that decode, all scored from the all-mask state, the one that is "
-        "deployed."
+        "deployed. The accuracies have one scale, which does not begin at 0."
     )
     handles = arm_handles(shown, set(frame["objective"]))
     finish(figure, "Training: loss and accuracy by slot", caption, handles, max(1, len(shown)))
     return figure, frame
 
 
-def _draw_steps(axis: Axes, rows: pd.DataFrame, arm: str) -> None:
-    """An arm's line and band, with some six of its marks."""
+def _share_limits(rows: pd.DataFrame) -> tuple[float, float]:
+    """The tenths below and above all shares and their intervals; 0 and 1 without any."""
+    values = rows[["value", "low", "high"]].to_numpy(dtype=float)
+    if np.isnan(values).all():
+        return 0.0, 1.0
+    low, high = np.floor(10 * np.nanmin(values)) / 10, np.ceil(10 * np.nanmax(values)) / 10
+    return float(low), float(max(high, low + 0.1))
+
+
+def _draw_steps(axis: Axes, rows: pd.DataFrame, arm: str, aside: float) -> None:
+    """An arm's line and band, with two or three of its marks, that begin `aside` of a gap later.
+
+    So marks of arms whose lines lie on each other stand beside each other.
+    """
     tone = colour(arm)
     rows = rows.assign(x=rows["step"].astype(int)).sort_values("x")
     x, value, low, high = (rows[n].to_numpy(dtype=float) for n in ("x", "value", "low", "high"))
     axis.fill_between(x, low, high, color=tone, alpha=0.14, linewidth=0)
-    every = max(1, len(x) // 6)
+    every = max(1, len(x) // 2)
     axis.plot(
-        x, value, color=tone, linewidth=1.1, marker=marker(arm), markersize=3, markevery=every
-    )
+        x, value, color=tone, linewidth=1.1, marker=marker(arm), markersize=4.2,
+        markeredgecolor="white", markeredgewidth=0.5, markevery=(int(aside * every), every),
+    )  # fmt: skip
 
 
 # ---- T3's figure ------------------------------------------------------------------------------

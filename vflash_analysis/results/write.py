@@ -24,11 +24,12 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Section:
-    """One grid of a table: a header and rows of ready cells."""
+    """One grid of a table: a header and rows of ready cells, the first `n_names` of which name a row."""
 
     title: str
     header: tuple[str, ...]
     body: tuple[tuple[str, ...], ...]
+    n_names: int = 1
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def pivot(
         tuple(label(part) for part in name) + tuple(cells.get(c, NO_VALUE) for c in column_order)
         for name, cells in grid.items()
     ]
-    return Section(title, tuple(header), tuple(body))
+    return Section(title, tuple(header), tuple(body), len(rows))
 
 
 def markdown(table: Table, level: int = 1) -> str:
