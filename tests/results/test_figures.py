@@ -362,7 +362,7 @@ def small_figure():
 @styled
 def legend_of(labels, columns):
     """The drawn legend's edges and number of rows, on a figure as wide as a page's text."""
-    figure, _ = new_figure(TEXT_WIDTH, 2)
+    figure, _ = new_figure(TEXT_WIDTH, 4)
     finish(figure, "Title", "Caption.", [Patch(label=one) for one in labels], columns)
     (legend,) = figure.legends
     box = legend.get_window_extent()

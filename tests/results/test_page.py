@@ -143,12 +143,8 @@ def test_a_page_begins_with_its_headline_and_folds_nothing(records, facts, boot)
 @pytest.mark.usefixtures("small")
 def test_a_page_tells_how_far_it_is(records, facts, boot):
     stream = io.StringIO()
-    stream.isatty = lambda: True
     report_page(records, facts, boot, stream)
-    assert "4/4 tables and figures, F5_training, in 0:0" in stream.getvalue()
-    assert (
-        "1/4 tables and figures, T0_own, about" in stream.getvalue() or "2/4" in stream.getvalue()
-    )
+    assert stream.getvalue().splitlines()[-1].startswith("4/4 tables and figures, F5_training, in ")
 
 
 def test_cells_do_not_break_within_an_interval():

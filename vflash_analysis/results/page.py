@@ -238,7 +238,9 @@ def _headline(tables: Mapping[str, Table]) -> str:
     if rows.empty:
         return "<p>Nothing was decoded.</p>"
     names = [("method", "method"), ("objective", "objective"), ("device", "device")]
-    return _section(pivot(rows, "Mean of the suites", names, "quantity", dict(_HEADLINES).values()))
+    return _section(
+        pivot(rows, "Mean of the suites", names, "quantity", list(dict(_HEADLINES).values()))
+    )
 
 
 def _summary(records: Records) -> str:
