@@ -67,7 +67,11 @@ _PAPER_SERIES = (
 )
 _GROUP = 0.875  # of the place of a suite that its bars take
 _GAP = 0.01
-_TINT = 0.16
+
+
+def _tint(tone: str) -> tuple[float, ...]:
+    """A light, opaque tone: what is drawn through a transparent one would fade its hatches."""
+    return tuple(1 - 0.16 * (1 - part) for part in matplotlib.colors.to_rgb(tone))
 
 
 # ---- F1 ---------------------------------------------------------------------------------------
@@ -87,8 +91,8 @@ def _draw_bar(axis: Axes, x: float, width: float, row: pd.Series | None, bars: _
     if bars.ours:
         axis.bar(x, value, width, color=tone, edgecolor=tone, linewidth=0.6)
     else:
-        face = (*matplotlib.colors.to_rgb(tone), _TINT)
         hatch = "" if row["status"] == COMPARABLE else bars.hatch
+        face = _tint(tone)
         axis.bar(x, value, width, facecolor=face, edgecolor=tone, hatch=hatch, linewidth=0.6)
     top = value
     low, high = float(row["low"]), float(row["high"])
@@ -140,8 +144,7 @@ def _bar_handles(series: Sequence[_Bars], paper: pd.DataFrame) -> list[Artist]:
             continue
         statuses = set(paper.loc[paper["method"] == bars.method, "status"])
         hatch = "" if statuses == {COMPARABLE} else bars.hatch
-        face = (*matplotlib.colors.to_rgb(tone), _TINT)
-        handles.append(Patch(facecolor=face, edgecolor=tone, hatch=hatch, label=bars.name))
+        handles.append(Patch(facecolor=_tint(tone), edgecolor=tone, hatch=hatch, label=bars.name))
     return handles
 
 
