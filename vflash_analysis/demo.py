@@ -76,7 +76,7 @@ def decode_own(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_own(
-    records_folder: Path, clip_id: str, methods: Sequence[str], out: Path, told: str = ""
+    records_folder: Path, clip_id: str, methods: Sequence[str], out: Path, told: str
 ) -> tuple[list[Playback], list[Path]]:
     """Write the replay and the cycle of a clip that was decoded; returns decodes and files.
 
