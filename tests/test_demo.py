@@ -2,12 +2,18 @@
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.processes import gone_within
 from tests.results.synthetic import generation_row
 from vflash_analysis import asking, cli, demo, own_clip, paths
 from vflash_analysis.clips import pocket
@@ -60,6 +66,14 @@ def test_the_question_asked_where_none_is_given():
 def test_options_of_the_other_form_are_refused(words, told):
     found = CliRunner().invoke(cli.app, ["demo", *words])
     assert isinstance(found.exception, InputError) and told in str(found.exception)
+
+
+def test_help_says_what_needs_a_clip_and_what_the_pocket_target_knows():
+    told = CliRunner().invoke(cli.app, ["demo", "--help"], env={"COLUMNS": "200"}).stdout
+    for option in ("--prompt", "--target", "--drafter", "--out"):
+        (line,) = [line for line in told.splitlines() if f" {option} " in line and "│" in line]
+        assert "with CLIP: " in line
+    assert "knows only generated shapes" in " ".join(told.split())
 
 
 def test_the_failing_process_leaves_one_line(tmp_path, monkeypatch):
@@ -123,6 +137,39 @@ def test_what_a_process_says_is_seen_while_it_runs(tmp_path, monkeypatch):
     assert reason == "RuntimeError: out of luck" and seen.startswith(f"{said}Traceback")
 
 
+SLEEPS = """
+import os, pathlib, sys, time
+from vflash_analysis.asking import answer
+
+def respond(asked):
+    pathlib.Path(asked["note"]).write_text(f"{os.getpid()}\\n")
+    time.sleep(120)
+    return {}
+
+sys.exit(answer(respond))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_the_one_that_asked(tmp_path, how):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    note = tmp_path / "note"
+    code = f"from vflash_analysis.asking import ask; ask('sleeps', {{'note': {str(note)!r}}})"
+    place = {**os.environ, "PYTHONPATH": f"{tmp_path}:{paths.ROOT}"}
+    with subprocess.Popen([sys.executable, "-c", code], env=place, cwd=tmp_path) as asker:
+        end = time.monotonic() + 60
+        while not (note.exists() and note.read_text().endswith("\n")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        child = int(note.read_text())
+        asker.send_signal(how)
+    try:
+        assert gone_within(child, 10)
+    finally:
+        if not gone_within(child, 0.1):
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_lossy_text_is_told_in_one_line(monkeypatch, capsys):
     def lossy(asked):
         raise LosslessError("1 of 6 texts differ from greedy decoding in float32")
@@ -149,7 +196,12 @@ def test_a_text_of_one_token_is_told_with_its_time(tmp_path, monkeypatch):
             for method in own_clip.METHODS
         ]  # fmt: skip
         write_records(Path(asked["out"]) / "generations.parquet", rows, GENERATIONS)
-        return {"clip_id": "mine", "prompt": "Is it red?", "methods": list(own_clip.METHODS)}
+        return {
+            "clip_id": "mine",
+            "prompt": "Is it red?",
+            "methods": list(own_clip.METHODS),
+            "pocket": True,
+        }
 
     monkeypatch.setattr(demo, "decode_own", decode_own)
     words = ["demo", "mine.mp4", "--out", str(tmp_path / "out"), "--json"]
@@ -176,7 +228,12 @@ def test_a_clip_of_ones_own_is_decoded_replayed_and_drawn(tmp_path):
     assert len({one["text"] for one in told.values()}) == 1 and told["ar"]["text"]
     assert "prompt: Describe the clip in detail." in done.stdout
     assert "decoding mine.mp4 at 9 frames: ar, chain, tree60" in done.stderr
+    assert "warming up: 16 tokens with each method" in done.stderr
+    assert demo.POCKET_ONLY in done.stdout and demo.ONE_DECODE_EACH in done.stdout
+    assert demo.POCKET_ONLY in (tmp_path / "out" / "F3_replay.html").read_text()
+    assert "by hand" not in (tmp_path / "out" / "F2_cycle.svg").read_text()
     rows = read_records(tmp_path / "out" / "records" / "generations.parquet", GENERATIONS)
-    assert set(rows["clip_id"]) == {"mine"} and set(rows["status"]) == {"ok"}
+    assert set(rows["clip_id"]) == {"mine"} and not rows["warmup"].any()
+    assert set(rows["status"]) == {"ok"}
     written = {path.name for path in (tmp_path / "out").glob("F*")}
     assert {"F2_cycle.svg", "F2_cycle.csv", "F3_replay.html", "F3_replay.gif"} <= written

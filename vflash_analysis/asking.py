@@ -3,7 +3,8 @@
     ask("vflash_analysis.preflight", {"profile": "h100", "overrides": {}})
 
 One JSON object goes in on standard input, one comes out as the last line of standard output: the
-answer, or why there is none. Standard error is for what the process says meanwhile.
+answer, or why there is none. Standard error is for what the process says meanwhile. The process
+ends when the one that asked does.
 """
 
 import io
@@ -17,8 +18,10 @@ from typing import Any
 
 from vflash_analysis import config, paths
 from vflash_analysis.errors import InputError
+from vflash_analysis.workers import end_with
 
 REFUSED = "refused"  # key of an answer that says why there is none
+ASKER = "VFLASH_ASKER"  # environment variable: the pid to end with
 BAD_INPUT = 2  # exit code of a process that refuses
 
 
@@ -61,7 +64,7 @@ def ask(
             stdout=told,
             stderr=subprocess.PIPE,
             cwd=paths.ROOT,
-            env={**os.environ, **folders(), **(environment or {})},
+            env={**os.environ, **folders(), **(environment or {}), ASKER: str(os.getpid())},
         )
         assert process.stderr is not None
         # a progress bar's "\r" is passed on as it is
@@ -88,6 +91,8 @@ def _last_line(lines: Iterable[str], live: bool) -> str:
 
 def answer(respond: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
     """Answer the one request on standard input; the exit code, BAD_INPUT where it refuses."""
+    if asker := os.environ.get(ASKER):
+        end_with(int(asker), lambda: os._exit(1))
     request = json.loads(sys.stdin.read())
     try:
         print(json.dumps(respond(request)))

@@ -447,11 +447,18 @@ def demo(
     file: Annotated[
         Path | None, typer.Argument(metavar="CLIP", help="decode this video; none: play a record")
     ] = None,
-    prompt: Annotated[str, typer.Option(help="about CLIP; the target's own question without")] = "",
-    target: Annotated[Path | None, typer.Option(help="folder; the profile's without")] = None,
-    drafter: Annotated[Path | None, typer.Option(help="folder; the tracked one without")] = None,
+    prompt: Annotated[
+        str, typer.Option(help="with CLIP: the question; the target's own without")
+    ] = "",
+    target: Annotated[
+        Path | None, typer.Option(help="with CLIP: folder; the profile's without")
+    ] = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="with CLIP: folder; the tracked one without")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="gets replay and cycle; figures/latest/demo without")
+        Path | None,
+        typer.Option(help="with CLIP: gets replay and cycle; figures/latest/demo without"),
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="settings for CLIP (pocket), or whose records are played")
@@ -463,7 +470,11 @@ def demo(
     slower: Annotated[float, typer.Option(help="times slower than recorded", min=0.1)] = 4.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Decode CLIP plainly, as a chain and with Tree-60; or play a recorded clip side by side."""
+    """Decode CLIP plainly, as a chain and with Tree-60; or play a recorded clip side by side.
+
+    The pocket target, taken without --target, knows only generated shapes: on a real film its text
+    is nonsense and the speed-up can be below 1.
+    """
     from vflash_analysis import demo as player
     from vflash_analysis.publish import chosen_records
     from vflash_analysis.results.playback import ONE_TOKEN, pick
@@ -482,7 +493,12 @@ def demo(
             {**given, "profile": profile or config.TRACKED_PROFILE, "overrides": overrides}
         )
         print(f"prompt: {told['prompt']}")
-        shown, files = player.show_own(place / "records", told["clip_id"], told["methods"], place)
+        known = player.POCKET_ONLY if told["pocket"] else ""
+        if known:
+            print(known)
+        shown, files = player.show_own(
+            place / "records", told["clip_id"], told["methods"], place, known
+        )
     else:
         if prompt or target or drafter or out:
             raise InputError("--prompt, --target, --drafter, --out: allowed with CLIP only")
@@ -492,6 +508,8 @@ def demo(
     playable = all(len(one.token_ids) > 1 for one in shown)
     if not playable:
         print(ONE_TOKEN)
+    elif file is not None:
+        print(player.ONE_DECODE_EACH)
     for one in shown[1:] if playable else ():
         same = one.token_ids == shown[0].token_ids
         ratio = shown[0].decode_s / one.decode_s

@@ -28,6 +28,12 @@ from vflash_analysis.results.report import write_replay
 from vflash_analysis.results.sources import load_records
 from vflash_analysis.results.style import save_figure
 
+POCKET_ONLY = (
+    "The pocket target knows only generated shapes: on a real film its text is nonsense and the "
+    "speed-up can be below 1."
+)
+ONE_DECODE_EACH = "Times are of one decode each on this machine; other work on it at the same time voids the ratio."
+
 
 def frame_at(shown: Sequence[Playback], seconds: float) -> Columns:
     """Both panels as they stood after `seconds` of decoding."""
@@ -70,9 +76,11 @@ def decode_own(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_own(
-    records_folder: Path, clip_id: str, methods: Sequence[str], out: Path
+    records_folder: Path, clip_id: str, methods: Sequence[str], out: Path, told: str
 ) -> tuple[list[Playback], list[Path]]:
     """Write the replay and the cycle of a clip that was decoded; returns decodes and files.
+
+    `told` ends the replay's caption.
 
     There are no files where a text has one token: then there is nothing to replay.
     """
@@ -82,6 +90,6 @@ def show_own(
         by_method = {str(row["method"]): row for _, row in rows.iterrows()}
         return [playback(records, by_method[method]) for method in methods], []
     shown = showing(records, clip_id, methods)
-    frame = one_cycle_frame(records, clip_id)
-    files = write_replay(out, [shown], "")
+    frame = one_cycle_frame(records)  # the records hold this clip alone: by F2's rule
+    files = write_replay(out, [shown], told)
     return list(shown.decodes), [*files, *save_figure(out, "F2_cycle", *one_cycle_figure(frame))]

@@ -9,6 +9,7 @@ A process of its own, as the command line loads no model:
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from vflash_analysis.clips.prepare import open_reader
 from vflash_analysis.config import Profile
 from vflash_analysis.decoding.clip import ShardFacts
 from vflash_analysis.decoding.lossless import LosslessError
-from vflash_analysis.decoding.shard import decode_shard
+from vflash_analysis.decoding.plan import plan_methods
+from vflash_analysis.decoding.shard import decode_planned
 from vflash_analysis.errors import InputError
 from vflash_analysis.model.drafter import drafter_sha256
 from vflash_analysis.model.target import load_target
 from vflash_analysis.records import sha256_of_file
 
 METHODS = ("ar", "chain", "tree60")
+WARMUP_TOKENS = 16  # of each method: every forward of it runs
 SUITE = "own clip"
 POCKET_TARGET = "data/pocket/target"
 POCKET_DRAFTER = paths.DATA / "pocket" / "drafters" / "self_reveal"
@@ -76,8 +79,11 @@ def drafter_folder(asked: Request, pocket: bool) -> Path:
     return POCKET_DRAFTER
 
 
-def decode_own_clip(asked: Request) -> Clip:
-    """Decode the clip with METHODS; its tables and strip go to `asked.out`. Returns the clip.
+def decode_own_clip(asked: Request) -> tuple[Clip, bool]:
+    """Decode the clip with METHODS; its tables and strip go to `asked.out`.
+
+    Returns:
+        The clip, and whether the pocket target decoded it.
 
     Raises:
         InputError: no such clip, target or drafter, a clip that cannot be read, a drafter of another
@@ -103,7 +109,7 @@ def decode_own_clip(asked: Request) -> Clip:
     )
     prompt = asked.prompt or default_prompt(pocket)
     clip = Clip(file.stem, SUITE, "own", str(file), prompt)
-    decode = replace(settings.decode, methods=METHODS, repeats=1, warmup_clips=1)
+    decode = replace(settings.decode, methods=METHODS, repeats=1, warmup_clips=0)
     inputs = {
         "clip": sha256_of_file(file),
         "target": target.source_sha256,
@@ -113,16 +119,25 @@ def decode_own_clip(asked: Request) -> Clip:
     run_id = identity.run_id("own_clip", parameters, "", inputs)
     facts = ShardFacts(run_id, settings.name, 0, settings.clips.num_frames, on_bad_clip="fail")
     ways = ", ".join(METHODS)
-    _say(f"decoding {file.name} at {facts.num_frames} frames: {ways}, each once to warm up")
+    _say(f"decoding {file.name} at {facts.num_frames} frames: {ways}")
+    planned = plan_methods(target, {drafter.name: drafter}, decode)
+    # a compiled forward is of one cache length, which the cap sets
+    cap = decode.max_new_tokens
+    short = replace(decode, max_new_tokens=cap if wanted.compile else min(WARMUP_TOKENS, cap))
     with open_reader(settings.clips) as reader:
-        decode_shard(
-            target, {drafter.name: drafter}, [clip], reader, decode, asked.out, facts, log=_say
-        )
-    return clip
+        _say(f"warming up: {short.max_new_tokens} tokens with each method")
+        with tempfile.TemporaryDirectory() as unused:
+            decode_planned(target, planned, [clip], reader, short, unused, facts, log=_unsaid)
+        decode_planned(target, planned, [clip], reader, decode, asked.out, facts, log=_say)
+    return clip, pocket
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
+
+
+def _unsaid(line: str) -> None:
+    """The warm-up's times are nobody's."""
 
 
 def main() -> int:
@@ -130,10 +145,15 @@ def main() -> int:
 
     def respond(asked: dict[str, Any]) -> dict[str, Any]:
         try:
-            clip = decode_own_clip(Request(**asked))
+            clip, pocket = decode_own_clip(Request(**asked))
         except LosslessError as error:  # told in one line too
             raise InputError(str(error)) from error
-        return {"clip_id": clip.clip_id, "prompt": clip.prompt, "methods": METHODS}
+        return {
+            "clip_id": clip.clip_id,
+            "prompt": clip.prompt,
+            "methods": METHODS,
+            "pocket": pocket,
+        }
 
     return answer(respond)
 

@@ -16,7 +16,7 @@ from vflash_analysis.results.one_cycle import (
     slots_of,
     unpacked,
 )
-from vflash_analysis.results.one_cycle_figure import boxed, one_cycle_figure
+from vflash_analysis.results.one_cycle_figure import _caption, boxed, one_cycle_figure
 from vflash_analysis.results.tidy import parse_setting, setting_text
 
 
@@ -162,3 +162,13 @@ def test_records_without_detail_say_so(records):
     figure, drawn = one_cycle_figure(one_cycle_frame(bare))
     assert drawn["status"].tolist() == ["missing"]
     assert "keep no chain cycle in detail" in figure.axes[0].texts[0].get_text()
+
+
+@pytest.mark.parametrize(("n", "words"), [(1, "in 1 forward;"), (2, "in 2 forwards;")])
+def test_the_caption_counts_forwards(records, n, words):
+    frame = one_cycle_frame(records)
+    by = dict(iter(frame.groupby("quantity")))
+    for quantity in ("committed_token", "ar_forward_ms"):
+        by[quantity] = by[quantity].iloc[:n]
+    told = _caption(by, by["cycle_number"].iloc[0])
+    assert words in told

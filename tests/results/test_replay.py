@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,7 +76,9 @@ def test_the_page_holds_the_records(shown):
     for clip, one in zip(data["clips"], shown, strict=True):
         plain, tree = one.decodes
         assert clip["prompt"] == f"What does clip {plain.clip_id} show?" and clip["identical"]
-        assert clip["speedup"] == pytest.approx(plain.ms_per_token / tree.ms_per_token, abs=1e-4)
+        ((name, ratio),) = clip["speedups"]
+        assert name == "Tree-60"
+        assert ratio == pytest.approx(plain.ms_per_token / tree.ms_per_token, abs=1e-4)
         assert clip["film"]["frames"] == 4 and clip["film"]["width"] == 24
         for decode, own in zip(clip["decodes"], one.decodes, strict=True):
             assert decode["text"] == own.text
@@ -164,7 +167,9 @@ def test_it_plays_to_the_recorded_texts_without_a_word_on_the_console(shown, fol
     assert page.errors == [] and page.requests == []
     assert page.texts("live") == [decode.text for one in shown for decode in one.decodes]
     assert page.texts("badge") == ["= identical, token for token"] * 4
-    assert page.texts("speedup") == [f" {one.speedup:.2f}× on this clip" for one in shown]
+    assert page.texts("speedup") == [
+        f" {name} {ratio:.2f}× on this clip" for one in shown for name, ratio in one.speedups
+    ]
     assert page.texts("prompt") == [one.prompt for one in shown]
 
 
@@ -218,3 +223,17 @@ def test_it_plays_inside_another_page(shown, folder, tmp_path):
     outer.write_text(f'<!doctype html><meta charset="utf-8">{inner}')
     page = visit(outer)
     assert page.errors == [] and page.requests == []
+
+
+def test_every_drafted_method_has_its_own_ratio(records):
+    shown = showing(records, "VDC-00", ("ar", "chain", "tree60"))
+    plain, chain, tree = shown.decodes
+    assert [name for name, _ in shown.speedups] == ["chain", "Tree-60"]
+    assert [ratio for _, ratio in shown.speedups] == pytest.approx(
+        [plain.ms_per_token / one.ms_per_token for one in (chain, tree)]
+    )
+
+
+def test_the_buttons_are_words():
+    template = Path(replay.__file__).with_suffix(".html").read_text(encoding="utf-8")
+    assert not set("▶⏸↺✓") & set(template)

@@ -338,7 +338,8 @@ def _caption(by: Mapping[str, pd.DataFrame], which: pd.Series) -> str:
     plain = by.get("ar_forward_ms")
     beside = ""
     if plain is not None:
-        beside = f", where plain decoding took {plain['value'].sum():.1f} ms in {n} forwards"
+        forwards = f"{n} forward{'s' * (n > 1)}"
+        beside = f", where plain decoding took {plain['value'].sum():.1f} ms in {forwards}"
     rule = "chosen by hand"
     if chosen["chosen"] == BY_RULE:
         median = by["median_accepted_drafts"]["value"].iloc[0]

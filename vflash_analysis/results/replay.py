@@ -63,9 +63,10 @@ class Showing:
         return all(one.token_ids == self.decodes[0].token_ids for one in self.decodes)
 
     @property
-    def speedup(self) -> float:
-        """Plain decoding's time per token over the last decode's, on this clip alone."""
-        return self.decodes[0].ms_per_token / self.decodes[-1].ms_per_token
+    def speedups(self) -> list[tuple[str, float]]:
+        """By method, plain decoding's time per token over its own, on this clip alone."""
+        plain, *drafted = self.decodes
+        return [(label(one.method), plain.ms_per_token / one.ms_per_token) for one in drafted]
 
 
 def film_of(records: Records, clip_id: str) -> Film | None:
@@ -162,7 +163,7 @@ def _as_json(shown: Showing) -> dict[str, Any]:
         "prompt": shown.prompt,
         "film": film,
         "identical": shown.identical,
-        "speedup": round(shown.speedup, 4),
+        "speedups": [(name, round(ratio, 4)) for name, ratio in shown.speedups],
         "decodes": [
             {
                 "name": one.title,

@@ -84,8 +84,8 @@ class _Card:
             pen.text((left, y + number * SMALL_LINE), line, fill=INK, font=_font(12, True))
         told = "= identical" if self.shown.identical else "≠ differs"
         if all(1000 * one.decode_s <= ms for one in self.shown.decodes):
-            last = f"{self.shown.decodes[-1].title} " if len(self.shown.decodes) > 2 else ""
-            told += f"   {last}{self.shown.speedup:.2f}× on this clip"
+            ratios = (f"{name} {ratio:.2f}×" for name, ratio in self.shown.speedups)
+            told += f"   {', '.join(ratios)} on this clip"
         place = (left, y + (1 + len(self.prompt)) * SMALL_LINE + 1)
         pen.text(place, told, fill=GOOD if self.shown.identical else BAD, font=_font(12))
         for number, one in enumerate(self.shown.decodes):
