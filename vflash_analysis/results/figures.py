@@ -69,9 +69,10 @@ _GROUP = 0.875  # of the place of a suite that its bars take
 _GAP = 0.01
 
 
-def _tint(tone: str) -> tuple[float, ...]:
-    """A light, opaque tone: what is drawn through a transparent one would fade its hatches."""
-    return tuple(1 - 0.16 * (1 - part) for part in matplotlib.colors.to_rgb(tone))
+def _tint(tone: str) -> str:
+    """A light, opaque tone: a transparent one would fade the hatches drawn on it."""
+    light = 1 - 0.16 * (1 - np.array(matplotlib.colors.to_rgb(tone)))
+    return matplotlib.colors.to_hex(light)
 
 
 # ---- F1 ---------------------------------------------------------------------------------------
