@@ -71,8 +71,8 @@ _GAP = 0.01
 
 def _tint(tone: str) -> str:
     """A light, opaque tone: a transparent one would fade the hatches drawn on it."""
-    light = 1 - 0.16 * (1 - np.array(matplotlib.colors.to_rgb(tone)))
-    return matplotlib.colors.to_hex(light)
+    red, green, blue = (1 - 0.16 * (1 - part) for part in matplotlib.colors.to_rgb(tone))
+    return matplotlib.colors.to_hex((red, green, blue))
 
 
 # ---- F1 ---------------------------------------------------------------------------------------
