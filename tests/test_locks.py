@@ -85,6 +85,29 @@ def test_a_holder_shows_that_it_lives_and_leaves_a_lock_that_was_taken_over(tmp_
     assert json.loads(path.read_text())["token"] == "other's"
 
 
+def test_a_lock_that_is_taken_over_between_look_and_touch_is_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "BEAT_S", 0.01)
+    path, other = tmp_path / LOCK_NAME, tmp_path / "other"
+    other.write_text(json.dumps({"pid": 1, "host": "elsewhere", "token": "other's"}))
+    os.utime(other, (1, 1))
+    looked = FolderLock._owner
+
+    def taken_over_after(lock):
+        found = looked(lock)
+        if other.exists():
+            os.replace(other, path)
+        return found
+
+    monkeypatch.setattr(FolderLock, "_owner", taken_over_after)
+    with FolderLock(tmp_path):
+        for _ in range(500):
+            if not other.exists():
+                break
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert json.loads(path.read_text())["token"] == "other's" and path.stat().st_mtime == 1
+
+
 def test_a_lock_whose_making_was_not_confirmed_is_ones_own(tmp_path, monkeypatch):
     really = os.link
 

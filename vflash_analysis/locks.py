@@ -130,7 +130,9 @@ class FolderLock:
             with contextlib.suppress(OSError):  # a file server that is away comes back
                 if (self._owner() or {}).get("token") != self.token:
                     return
-                os.utime(self.path)
+                with self.path.open("rb") as held:  # another may have taken it over since
+                    if self.token.encode() in held.read():
+                        os.utime(held.fileno())
 
     def _owner(self) -> dict[str, Any] | None:
         """What the lock file says; None where there is none, empty when it says no such thing."""
