@@ -32,7 +32,10 @@ POCKET_ONLY = (
     "The pocket target knows only generated shapes: on a real film its text is nonsense and the "
     "speed-up can be below 1."
 )
-ONE_DECODE_EACH = "Times are of one decode each on this machine; other work on it at the same time voids the ratio."
+ONE_DECODE_EACH = (
+    "Times are of one decode each on this machine; other work on it at the same time voids the "
+    "ratio."
+)
 
 
 def frame_at(shown: Sequence[Playback], seconds: float) -> Columns:

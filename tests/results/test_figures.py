@@ -231,6 +231,10 @@ def test_f5_accuracies_share_a_scale_around_their_data(steps):
     low, high = np.nanmin(shares.astype(float)), np.nanmax(shares.astype(float))
     (limits,) = {axis.get_ylim() for axis in figure.axes[1:]}
     assert low - 0.1 < limits[0] <= low and high <= limits[1] < high + 0.2
+    from_none = training_figure(steps.assign(value=0.0, low=0.0))[0]
+    assert limits[0] > 0 and from_none.axes[1].get_ylim()[0] == 0
+    told = [" ".join(one.texts[-1].get_text().split()) for one in (figure, from_none)]
+    assert ["does not begin at 0" in text for text in told] == [True, False]
 
 
 def test_f5_marks_of_arms_stand_apart():

@@ -245,8 +245,8 @@ def cost_figure(frame: pd.DataFrame) -> Drawn:
         "time on one H100. Bandwidth limit: bytes that must be read over copy bandwidth (read + "
         "written); a processor's caches can beat it. Speed-up over the accepted length τ, tokens "
         "per verify call: τ × AR / (draft + verify), solid after the most tokens, dashed after the "
-        "fewest; edged in black: at the accepted length decoded with these records, an assumption for any "
-        "other target."
+        "fewest; edged in black: at the accepted length decoded with these records, an assumption "
+        "for any other target."
     )
     handles = _cost_handles(rows.loc[rows["quantity"] == "modelled_speedup"])
     finish(figure, "What a forward costs, and what follows", caption, handles, 3)

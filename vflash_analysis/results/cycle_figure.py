@@ -213,9 +213,10 @@ def cycle_figure(frame: pd.DataFrame) -> Drawn:
         f"the smaller one. Decoded on {devices_text(frame)}; n = {span_text(told)} cycles, "
         f"{span_text(clips)} clips; error bars: 95 % bootstrap over videos. Hatched: the same "
         "forwards measured alone, with random weights, at the cycles' mean context: without the "
-        "loop around them, and with other caches and at another time, so they can take more or less. "
-        "A cycle: mean over all cycles, where T1's AR time per token is the mean of the suites. Prompt projection: once a text, spread over its "
-        "cycles. Bookkeeping: masks, cache moves, recording."
+        "loop around them, and with other caches and at another time, so they can take more or "
+        "less. A cycle: mean over all cycles, where T1's AR time per token is the mean of the "
+        "suites. Prompt projection: once a text, spread over its cycles. Bookkeeping: masks, cache "
+        "moves, recording."
     )
     handles: list[Artist] = [
         Patch(facecolor=tone, edgecolor=tone, label=words)

@@ -252,15 +252,16 @@ def acceptance_figure(frame: pd.DataFrame) -> Drawn:
         where = "anchors of fixed AR texts" if method == "" else "decoded cycles, chain"
         axes[line, 0].set_ylabel(f"share accepted\n{where}")
     there = frame.loc[frame["status"] != MISSING]
-    unsure = bool(there[["low", "high"]].isna().any(axis=None))
+    unsure = there[["low", "high"]].isna().any(axis=None)
+    opened = "; open markers: too few for one" if unsure else ""
     caption = (
         "Where the two lines lie inside each other's bands, the trainings are not told apart. "
         "Conditional: of the blocks whose slots 1 to k - 1 were accepted, the share whose slot k "
         "was too. Survival: of the blocks whose outcome at slot k is known, the share accepted up "
         "to it. n in the panels: blocks judged, of each training; slots past the end of a text are "
-        "not counted. Bands: 95 % bootstrap over training seeds and videos"
-        f"{'; open markers: too few for one' if unsure else ''}. Anchors: every position of fixed texts as the block's start, drafters of the "
-        "decoded ones' data size and budget, of all training seeds. "
+        f"not counted. Bands: 95 % bootstrap over training seeds and videos{opened}. Anchors: "
+        "every position of fixed texts as the block's start, drafters of the decoded ones' data "
+        "size and budget, of all training seeds. "
         f"Decoded on {devices_text(frame)}."
     )
     title = "Acceptance by slot, flow training against mask-only"

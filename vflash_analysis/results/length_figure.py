@@ -267,8 +267,8 @@ def length_figure(frame: pd.DataFrame) -> Drawn:
             f"Ours on {devices_text(ours)}; {_counts(ours)}; "
             "error bars: 95 % bootstrap over videos. The drafter was trained on texts about clips of "
             "all these lengths. Look at whether the accepted length holds as the prompt grows, and "
-            "what becomes of the speed-up once a verify of many rows and the prefill cost more. Dashed at "
-            "the lower right: each gate's limit, which a hollow mark there lies below. "
+            "what becomes of the speed-up once a verify of many rows and the prefill cost more. "
+            "Dashed at the lower right: each gate's limit, which a hollow mark there lies below. "
         )
     caption = told + undecoded_words(frame) + "Grey: SPARROW's table 4, Qwen2.5-VL-7B on an A800."
     handles = _handles(series, not paper.empty, not whole.empty)

@@ -95,7 +95,7 @@ def training_figure(frame: pd.DataFrame, arms: Sequence[str] | None = None) -> D
         f"Trained on {devices_text(frame)}. "
         f"Lines: mean over training seeds (n = {span_text(frame['n'])}){bands}. The data size and "
         "budget of the drafters that decode, all scored from the all-mask state, the one that is "
-        "deployed. The accuracies have one scale, which does not begin at 0."
+        f"deployed. The accuracies have one scale{', which does not begin at 0' * (limits[0] > 0)}."
     )
     handles = arm_handles(shown, set(frame["objective"]))
     finish(figure, "Training: loss and accuracy by slot", caption, handles, max(1, len(shown)))
